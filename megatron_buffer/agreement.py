@@ -1,0 +1,64 @@
+"""Ranks compare what they must agree on, once, after wrapping.
+
+Two ranks with different layouts reduce different parameters against each other without any error from
+the collectives. Upstream has no counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_buffer.errors import RankMismatchError
+
+
+def check_agreement(
+    what: str, group: Any, group_name: str, summary: str, details: Callable[[], Sequence[str]]
+) -> None:
+    """Compares ``summary`` over ``group``; a collective, called by every rank of the group alike.
+
+    Args:
+        what: What is compared, for the message, such as 'the layout of buffer (bf16, fp32)'.
+        group: Process group, or anything else (None, a list) where there is none to compare over.
+        group_name: Its name, for the message.
+        summary: Short text that must be equal on all ranks.
+        details: Lines to search for the first difference; called only when the summaries differ.
+
+    Raises:
+        RankMismatchError: On every rank of the group, naming the first rank and line that differ.
+    """
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return
+    summaries = _gather(summary, group)
+    if all(other == summaries[0] for other in summaries):
+        return
+    odd = next(i for i, other in enumerate(summaries) if other != summaries[0])
+    lines = _gather(list(details()), group)
+    ranks = dist.get_process_group_ranks(group)
+    mine, theirs = _first_difference(lines[0], lines[odd])
+    raise RankMismatchError(
+        f'{what} differs between rank {ranks[0]} and rank {ranks[odd]} ({group_name} group): '
+        f'rank {ranks[0]} has {mine}; rank {ranks[odd]} has {theirs}. All ranks must build the same '
+        'model with the same config, flags and package versions.'
+    )
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _first_difference(left: Sequence[str], right: Sequence[str]) -> tuple[str, str]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return a, b
+    if len(left) == len(right):
+        return 'the same description', 'the same description'
+    shorter = min(len(left), len(right))
+    return (
+        left[shorter] if len(left) > shorter else 'nothing more',
+        right[shorter] if len(right) > shorter else 'nothing more',
+    )

@@ -1,0 +1,95 @@
+"""Storage of one buffer: allocation and views are upstream's, layout and zeroing are the config's.
+
+Stands for ``_ParamAndGradBuffer`` and ``_ParamAndGradBucket``
+(``megatron/core/distributed/param_and_grad_buffer.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from megatron_buffer import runtime as runtime_module
+from megatron_buffer.errors import LayoutError
+from megatron_buffer.param_layout import compute_default_per_buffer_param_layout
+from megatron_buffer.strategies.padding import Alignment
+
+_pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
+
+
+class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
+    """``_ParamAndGradBuffer`` whose layout and zeroing follow the config in force.
+
+    Args:
+        As upstream's. ``bucket_size`` is in elements; ``grad_data`` has ``numel`` elements of
+        ``grad_dtype``, ``param_data`` (distributed optimizer only) as many of ``param_dtype``.
+
+    Attributes:
+        runtime: The config that the buffer was built under.
+        param_to_name: Names of the parameters, for messages.
+    """
+
+    def __init__(
+        self,
+        ddp_config: Any,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params_with_names: list[tuple[torch.nn.Parameter, str]],
+        data_parallel_group: Any,
+        bucket_size: int | None,
+        param_to_name: dict[torch.nn.Parameter, str],
+        *args: Any,
+        param_layout: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.runtime = runtime_module.current()
+        self.param_to_name = param_to_name
+        if param_layout is None:
+            param_layout = compute_default_per_buffer_param_layout(
+                [param for param, _ in params_with_names], bucket_size
+            )
+        elif ddp_config.use_distributed_optimizer:
+            self._check_packed_params(params_with_names, data_parallel_group.size())
+        kwargs['param_layout'] = param_layout
+        super().__init__(
+            ddp_config,
+            param_dtype,
+            grad_dtype,
+            params_with_names,
+            data_parallel_group,
+            bucket_size,
+            param_to_name,
+            *args,
+            **kwargs,
+        )
+
+    def _check_packed_params(
+        self, params_with_names: list[tuple[torch.nn.Parameter, str]], dp_size: int
+    ) -> None:
+        """Upstream derives the packed fp4 offsets by its own alignment: ours must be the same."""
+        alignment = self.runtime.layout.padding.alignment(dp_size, False)
+        if alignment == Alignment(64, _upstream_bucket_end_elems(dp_size)):
+            return
+        for param, name in params_with_names:
+            if _pgb.is_nvfp4tensor(param):
+                raise LayoutError(
+                    f'padding: {name} is an NVFP4 parameter, whose packed bytes Megatron-Core lays out '
+                    f'with its own alignment; found {alignment}, expected param_start_elems: 64 and '
+                    'bucket_end_elems: 128'
+                )
+
+    def zero_grads(self) -> None:
+        """Zeroes ``grad_data`` and the extra main_grads."""
+        super().reset()
+
+    def reset(self) -> None:
+        """Prepares the buffer for a new iteration, as the accumulation strategy has it."""
+        self.runtime.accumulation.begin_window(self)
+
+
+def _upstream_bucket_end_elems(dp_size: int) -> int:
+    from megatron.core.optimizer.param_layout import bucket_end_divisor
+
+    return bucket_end_divisor(dp_size, False)

@@ -1,0 +1,350 @@
+"""``DistributedDataParallel``: upstream's wiring around our buffers and bucket groups.
+
+Stands for ``DistributedDataParallel`` (``megatron/core/distributed/distributed_data_parallel.py``). The
+hooks are upstream's own: ``transformer/cuda_graphs.py`` recognises them by the module that defines them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
+
+from megatron_buffer import __version__, errors
+from megatron_buffer import runtime as runtime_module
+from megatron_buffer.agreement import check_agreement
+from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buckets
+from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
+from megatron_buffer.buffer import ParamAndGradBuffer
+from megatron_buffer.errors import ConflictError, LayoutError
+from megatron_buffer.optimizer import DistributedOptimizer
+from megatron_buffer.param_layout import group_params_for_buffers
+from megatron_buffer.runtime import Runtime
+from megatron_buffer.strategies.scaling import ScalingContext
+
+_ddp = importlib.import_module('megatron.core.distributed.distributed_data_parallel')
+_do = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
+_pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
+
+logger = logging.getLogger(__name__)
+_constructor_lock = threading.RLock()
+
+
+class DistributedDataParallel(_ddp.DistributedDataParallel):
+    """``DistributedDataParallel`` whose buffers and bucket groups follow a config.
+
+    Used directly, upstream's constructor sees our classes for its own duration and nothing stays
+    patched; what belongs to the optimizer (checkpoints) needs ``megatron_buffer.install()``.
+
+    Args:
+        config: Transformer config.
+        ddp_config: DDP config; a copy is kept, the caller's is not changed.
+        module: The model chunk to wrap.
+        disable_bucketing: One bucket per buffer, one bucket group.
+        pg_collection: Process groups; None takes ``parallel_state``'s.
+        full_param_layout: Layout computed beforehand, under the same config.
+        buffer_config: Config, shipped name or path; None takes the installed one, or ``upstream``.
+
+    Raises:
+        ConflictError: If ``ddp_config`` contradicts the config.
+        LayoutError: If ``full_param_layout`` was made by another config, or a bucket group cannot work.
+        RankMismatchError: If ranks that must agree do not.
+
+    Attributes:
+        runtime: The config in force for this model.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: Any = None,
+        *,
+        buffer_config: Any = None,
+    ) -> None:
+        runtime = runtime_module.resolve(buffer_config)
+        errors.start_watch()
+        requested_elems = ddp_config.bucket_size
+        ddp_config = copy.copy(ddp_config)
+        _merge_config(runtime, ddp_config)
+        with _constructor_lock, runtime_module.scope(runtime), _constructor_names():
+            super().__init__(
+                config=config,
+                ddp_config=ddp_config,
+                module=module,
+                disable_bucketing=disable_bucketing,
+                pg_collection=pg_collection,
+                full_param_layout=full_param_layout,
+            )
+        self.runtime = runtime
+        self._looked_for_unused_groups = False
+        self._check_bucket_size(requested_elems)
+        self._check_layouts(full_param_layout)
+        self._check_collectives()
+        self._apply_scaling(config)
+        for group in self._all_groups():
+            group.param_to_name = self._buffer_of(group).param_to_name
+        self._log_summary(requested_elems, disable_bucketing)
+        if runtime.config.checks.rank_agreement:
+            self._check_rank_agreement()
+        runtime_module.track(
+            self, runtime, f'{type(module).__name__} ({len(self._names())} parameters)'
+        )
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Waits for all reductions; upstream: ``DistributedDataParallel.finish_grad_sync``."""
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+        if self.ddp_config.overlap_grad_reduce and not self._looked_for_unused_groups:
+            self._warn_of_unused_groups()
+
+    def _all_groups(self) -> list[ParamAndGradBucketGroup]:
+        return [*self.bucket_groups, *self.expert_parallel_bucket_groups]
+
+    def _all_buffers(self) -> list[ParamAndGradBuffer]:
+        return [*self.buffers, *self.expert_parallel_buffers]
+
+    def _buffer_of(self, group: ParamAndGradBucketGroup) -> ParamAndGradBuffer:
+        param = group.buckets[0].params_list[0]
+        return next(buffer for buffer in self._all_buffers() if param in buffer.param_to_bucket)
+
+    def _names(self) -> dict[torch.nn.Parameter, str]:
+        buffers = self._all_buffers()
+        return buffers[0].param_to_name if buffers else {}
+
+    def _pp_rank(self) -> int:
+        return (self.pp_group[0] if isinstance(self.pp_group, list) else self.pp_group).rank()
+
+    def _check_bucket_size(self, requested_elems: int | None) -> None:
+        """A size in the config and another one in ddp_config cannot both hold."""
+        bucketing: Any = self.runtime.config.bucketing
+        configured = getattr(bucketing, 'bucket_size_elems', None)
+        if configured is None:
+            return
+        defaults = {default_bucket_size(g.size()) for g in (self.dp_group, self.dp_cp_group)}
+        if requested_elems is not None and requested_elems not in defaults | {configured}:
+            origin = 'bucket_size' if self.ddp_config.num_buckets is None else 'num_buckets'
+            raise ConflictError(
+                f'bucketing.bucket_size_elems is {configured} in {self.runtime.config.source}, and '
+                f'ddp_config.{origin} asks for {requested_elems} elements; set one of them, or both to '
+                'the same value',
+                yaml_path='bucketing.bucket_size_elems',
+                source=self.runtime.config.source,
+            )
+
+    def _check_layouts(self, given: Any) -> None:
+        """A layout that was handed in must be the one that this config makes."""
+        if given is None:
+            return
+        for buffer in self._all_buffers():
+            origins = [
+                getattr(layout, 'megatron_buffer_origin', None)
+                for layout in given.layouts.values()
+                if layout.param_index_map is buffer.param_index_map
+            ]
+            origin = origins[0] if origins else None
+            if getattr(buffer.params[0], 'is_managed_by_layer_wise_optimizer', False):
+                continue
+            if origin is None and not self._equals_ours(buffer):
+                found = 'was computed by stock Megatron-Core or by hand'
+            elif origin is not None and origin.config_hash != self.runtime.hash:
+                found = f'was computed under config {origin.config_hash}'
+            else:
+                continue
+            raise LayoutError(
+                f'full_param_layout {found}, but this model is wrapped under '
+                f'{self.runtime.config.source} ({self.runtime.hash}), which lays parameters out '
+                'differently. Compute it with megatron_buffer.DistributedOptimizer'
+                '.compute_full_param_layout under the same config, or leave it out.'
+            )
+
+    def _equals_ours(self, buffer: ParamAndGradBuffer) -> bool:
+        """Whether a layout of unknown origin is what the config would have made."""
+        with runtime_module.scope(self.runtime):
+            ours = DistributedOptimizer._compute_per_buffer_param_layout(
+                buffer.params,
+                self.bucket_size,
+                getattr(buffer, 'num_optimizer_shards', None) or buffer.data_parallel_world_size,
+                self.ddp_config,
+            )
+        return (ours.param_index_map, ours.bucket_indices) == (
+            buffer.param_index_map,
+            buffer.bucket_indices,
+        )
+
+    def _check_collectives(self) -> None:
+        """What upstream would assert in the middle of training is refused here."""
+        if not self.ddp_config.reduce_scatter_with_fp32_accumulation:
+            return
+        for group in self._all_groups():
+            if group.reduce_kind != 'a2a_fp32_sum':
+                continue
+            if self.ddp_config.average_in_collective:
+                raise ConflictError(
+                    'reduce_scatter_with_fp32_accumulation sums at the owner and cannot average: turn '
+                    'average_in_collective off'
+                )
+            if len(group.buckets) > 1 and self.ddp_config.overlap_grad_reduce:
+                raise LayoutError(
+                    f'reduce_scatter_with_fp32_accumulation takes one bucket per group, and a group '
+                    f'holds {len(group.buckets)}: bucketing is disabled for this model chunk, which '
+                    'puts buffers of several dtypes into one group. Give the chunk parameters of one '
+                    'dtype, or turn reduce_scatter_with_fp32_accumulation or overlap_grad_reduce off.'
+                )
+
+    def _apply_scaling(self, config: Any) -> None:
+        """Sets the factor that each bucket's gradients are multiplied by before their collective."""
+        for buffer in self._all_buffers():
+            plan = self.runtime.scaling.plan(
+                ScalingContext(
+                    dp_size=self.dp_cp_group.size(),
+                    expert_dp_size=self.expt_dp_group.size(),
+                    is_expert_parallel=buffer in self.expert_parallel_buffers,
+                    average_in_collective=self.ddp_config.average_in_collective,
+                    per_token_loss=config.calculate_per_token_loss,
+                )
+            )
+            assert (plan.op == 'avg') == self.ddp_config.average_in_collective
+            buffer.gradient_scaling_factor = plan.factor
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = plan.factor
+
+    def _log_summary(self, requested_elems: int | None, disable_bucketing: bool) -> None:
+        size = resolve_bucket_size(
+            configured_elems=getattr(self.runtime.config.bucketing, 'bucket_size_elems', None),
+            ddp_bucket_size_elems=requested_elems,
+            num_buckets=self.ddp_config.num_buckets,
+            overlap_grad_reduce=self.ddp_config.overlap_grad_reduce,
+            disable_bucketing=disable_bucketing,
+            pp_rank=self._pp_rank(),
+            dp_size=self.dp_group.size(),
+        )
+        assert size.elems == self.bucket_size, (size, self.bucket_size)
+        resolved = 'none' if size.elems is None else f'{size.elems:,} elements'
+        log_on_each_pipeline_stage(
+            logger,
+            logging.INFO,
+            f'bucket size: {resolved} ({size.reason}); {len(self._all_buffers())} buffers, '
+            f'{sum(len(buffer.buckets) for buffer in self._all_buffers())} buckets, '
+            f'{len(self._all_groups())} bucket groups; buffer config {self.runtime.config.source} '
+            f'({self.runtime.hash})',
+            tp_group=self.tp_group,
+            dp_cp_group=self.dp_cp_group,
+        )
+
+    def _check_rank_agreement(self) -> None:
+        """Config over all groups of this model; layouts and groups over those that share them."""
+        versions = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
+        for group, name in (
+            (self.dp_cp_group, 'data-parallel'),
+            (self.tp_group, 'tensor-parallel'),
+            (self.pp_group, 'pipeline-parallel'),
+        ):
+            check_agreement('the buffer config', group, name, versions, lambda: [versions])
+        dense = _describe(self.buffers, self.bucket_groups)
+        for group, name in (
+            (self.dp_cp_group, 'data-parallel'),
+            (self.tp_group, 'tensor-parallel'),
+        ):
+            check_agreement('the buffer layout', group, name, _digest(dense), lambda: dense)
+        experts = _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
+        check_agreement(
+            'the layout of the expert buffers',
+            self.expt_dp_group,
+            'expert data-parallel',
+            _digest(experts),
+            lambda: experts,
+        )
+
+    def _warn_of_unused_groups(self) -> None:
+        """Stock reduces a group without any gradient as zeros for ever, and says nothing."""
+        groups = self._all_groups()
+        silent = [group for group in groups if not group.readiness.counts]
+        if len(silent) == len(groups):
+            return
+        self._looked_for_unused_groups = True
+        names = [n for group in silent for n in group._names(group.readiness.missing())]
+        if names:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f'{len(names)} parameters got no gradient in the first iteration and are reduced as '
+                f'zeros: {", ".join(names[:8])}{" ..." if len(names) > 8 else ""}. Freeze them before '
+                'wrapping the model if they are unused on purpose.',
+            )
+
+
+def _merge_config(runtime: Runtime, ddp_config: Any) -> None:
+    """Writes what the config sets into our copy of ddp_config, and refuses other kinds of buffers."""
+    if ddp_config.use_megatron_fsdp:
+        raise ConflictError(
+            'use_megatron_fsdp has buffers of its own, on which megatron-buffer has no effect: turn '
+            'one of them off'
+        )
+    configured = getattr(runtime.config.bucketing, 'bucket_size_elems', None)
+    if configured is not None and ddp_config.overlap_grad_reduce:
+        ddp_config.bucket_size = configured
+    high_busbw = getattr(runtime.config.padding, 'high_busbw', None)
+    if high_busbw is not None:
+        if ddp_config.pad_buckets_for_high_nccl_busbw and not high_busbw:
+            raise ConflictError(
+                f'padding.high_busbw is false in {runtime.config.source}, and '
+                'ddp_config.pad_buckets_for_high_nccl_busbw is true; set one of them',
+                yaml_path='padding.high_busbw',
+                source=runtime.config.source,
+            )
+        ddp_config.pad_buckets_for_high_nccl_busbw = high_busbw
+
+
+@contextlib.contextmanager
+def _constructor_names() -> Iterator[None]:
+    """Lets upstream's constructor find our classes; a no-op where ``install()`` did so already."""
+    wanted = (
+        (_ddp, '_ParamAndGradBuffer', ParamAndGradBuffer),
+        (_ddp, 'partition_buckets', partition_buckets),
+        (_ddp, 'group_params_for_buffers', group_params_for_buffers),
+        (_do, 'group_params_for_buffers', group_params_for_buffers),
+        (_do, 'DistributedOptimizer', DistributedOptimizer),
+    )
+    with contextlib.ExitStack() as undo:
+        for module, name, ours in wanted:
+            theirs = getattr(module, name)
+            if theirs is not ours:
+                setattr(module, name, ours)
+                undo.callback(setattr, module, name, theirs)
+        yield
+
+
+def _describe(buffers: list[Any], groups: list[Any]) -> list[str]:
+    """Buffers, buckets, parameters and groups, a line each, for comparing ranks."""
+    lines: list[str] = []
+    for index, buffer in enumerate(buffers):
+        lines.append(
+            f'buffer {index}: {buffer.param_dtype} parameters, {buffer.grad_dtype} gradients, '
+            f'{buffer.numel} elements in {len(buffer.buckets)} buckets'
+        )
+        for bucket in buffer.buckets:
+            end = bucket.offset + bucket.grad_data.numel()
+            lines.append(f'bucket {bucket.bucket_id}: [{bucket.offset}, {end})')
+            for param in bucket.params_list:
+                start, stop, _ = buffer.param_index_map[param]
+                lines.append(f'{buffer.param_to_name[param]}: [{start}, {stop})')
+    for index, group in enumerate(groups):
+        held = ', '.join(f'{b.bucket_id} ({b.grad_data.dtype})' for b in group.buckets)
+        lines.append(f'bucket group {index}: buckets {held}')
+    return lines
+
+
+def _digest(lines: list[str]) -> str:
+    import hashlib
+
+    return hashlib.sha256('\n'.join(lines).encode()).hexdigest()

@@ -1,0 +1,300 @@
+"""Error types, and the watch that carries one rank's failure to all the others.
+
+Every error for a user says what was wrong, where (YAML path, parameter, bucket), what was expected
+and what to do. ``assert`` is kept for our own invariants.
+
+The watch: a rank that fails posts ``(rank, reason)`` to a private connection of the default process
+group's store and waits a moment until the others have seen it; a small thread in every process looks
+there twice a second and raises :class:`RankFailure` in its main thread, or ends the process when the
+main thread is stuck in a collective that can never complete. No collective is issued for this, and
+nothing is done per step. Upstream has no counterpart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronBufferError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(MegatronBufferError, ValueError):
+    """The YAML config (or the way it was named) is wrong.
+
+    Attributes:
+        yaml_path: Dotted path of the offending key, such as ``padding.param_start_elems``; may be ''.
+        source: File or shipped name that the config came from; may be ''.
+    """
+
+    def __init__(self, message: str, *, yaml_path: str = '', source: str = '') -> None:
+        super().__init__(message)
+        self.yaml_path = yaml_path
+        self.source = source
+
+
+class ConflictError(ConfigError):
+    """The config and a Megatron flag (or ``ddp_config`` field) say different things."""
+
+
+class RegistryError(MegatronBufferError, ValueError):
+    """A strategy cannot be registered or resolved."""
+
+
+class LayoutError(MegatronBufferError, ValueError):
+    """A layout breaks an invariant that Megatron-Core relies on, or was made by another config."""
+
+
+class UnsupportedVersionError(MegatronBufferError, RuntimeError):
+    """The installed megatron-core is not one that this package knows."""
+
+
+class FingerprintError(MegatronBufferError, RuntimeError):
+    """The installed source of a symbol that we replace or rely upon is not one that we know."""
+
+
+class PatchError(MegatronBufferError, RuntimeError):
+    """Installing or uninstalling cannot be done safely; nothing was changed."""
+
+
+class LiveModelsError(PatchError):
+    """``uninstall()`` was asked for while wrapped models are still alive."""
+
+
+class ReadinessError(MegatronBufferError, RuntimeError):
+    """Gradients of a bucket group are missing, or were synchronised twice; parameters are named."""
+
+
+class RankMismatchError(MegatronBufferError, RuntimeError):
+    """Ranks that must agree (config, layout, bucket groups) do not; the first difference is named."""
+
+
+class Failure(NamedTuple):
+    """What a failing rank posts: its global rank and one line of reason."""
+
+    rank: int
+    reason: str
+
+
+class RankFailure(MegatronBufferError, RuntimeError):
+    """Another rank failed first; the message is that rank's reason.
+
+    Without arguments it takes the failure that the watch saw last: this is how it is raised
+    asynchronously in the main thread.
+    """
+
+    def __init__(self, failure: Failure | None = None) -> None:
+        watch = _watch
+        if failure is None and watch is not None and watch.seen is not None:
+            failure = watch.seen
+            watch.delivered.set()
+        self.failure = failure
+        if failure is None:
+            super().__init__('another rank failed')
+        else:
+            super().__init__(f'rank {failure.rank} failed first: {failure.reason}')
+
+
+_POLL_S = 0.5
+_LINGER_S = 3.0
+_GRACE_S = 5.0
+_FAILURE_KEY = 'failure'
+_ACK_KEY = 'ack'
+
+
+class _FailureWatch:
+    """Polls the store for a failure posted by any rank of the default process group."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, owner: object) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.owner = owner
+        self.seen: Failure | None = None
+        self.delivered = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name='megatron-buffer-failure-watch', daemon=True
+        )
+        self._main_thread_id = threading.main_thread().ident
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * _POLL_S)
+
+    def post(self, failure: Failure) -> Failure:
+        """Posts ``failure`` unless another rank was first; returns the one that counts."""
+        try:
+            found = self.store.compare_set(_FAILURE_KEY, '', json.dumps(failure))
+            first = Failure(*json.loads(found)) if found else failure
+            if first.rank == self.rank:
+                self._wait_for_acks()
+            return first
+        except Exception as error:  # the store's host may already be gone
+            logger.debug('could not post a failure: %s', error)
+            return self.seen or failure
+
+    def _wait_for_acks(self) -> None:
+        """Stays a moment, so that a store hosted by this process outlives the news."""
+        pause = threading.Event()
+        for _ in range(int(_LINGER_S / 0.1)):
+            if self.store.add(_ACK_KEY, 0) >= self.world_size - 1:
+                return
+            pause.wait(0.1)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            try:
+                if not self.store.check([_FAILURE_KEY]):
+                    continue
+                failure = Failure(*json.loads(self.store.get(_FAILURE_KEY)))
+                if failure.rank == self.rank:
+                    return
+                self.seen = failure
+                self.store.add(_ACK_KEY, 1)
+            except Exception as error:  # a store that closes at the end of a run is no failure
+                logger.debug('failure watch ends: %s', error)
+                return
+            self._take_down(failure)
+            return
+
+    def _take_down(self, failure: Failure) -> None:
+        """Raises in the main thread; ends the process if the main thread cannot be reached."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._main_thread_id or 0), ctypes.py_object(RankFailure)
+        )
+        if self.delivered.wait(_GRACE_S) or self._stop.is_set():
+            return
+        sys.stderr.write(
+            f'megatron-buffer: rank {failure.rank} failed: {failure.reason}\n'
+            f'megatron-buffer: rank {self.rank} is stuck waiting for it and stops here:\n'
+        )
+        with contextlib.suppress(Exception):  # stderr may be an object without a file descriptor
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+_watch: _FailureWatch | None = None
+_previous_excepthook: Any = None
+
+
+def start_watch() -> bool:
+    """Starts the watch on the default process group; once per group, nothing to do for one rank.
+
+    Returns:
+        True when a watch is running afterwards.
+    """
+    global _watch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    owner = dist.group.WORLD
+    if _watch is not None:
+        if _watch.owner is owner:
+            return True
+        stop_watch()
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        connection = store.clone()
+    except Exception as error:  # a store kind that cannot be cloned
+        logger.warning('no failure watch: %s cannot be cloned (%s)', type(store).__name__, error)
+        return False
+    private = dist.PrefixStore('megatron_buffer/failure_watch', connection)
+    _watch = _FailureWatch(private, dist.get_rank(), dist.get_world_size(), owner)
+    _watch.start()
+    _hook_excepthook()
+    return True
+
+
+def stop_watch() -> None:
+    """Stops the watch and restores ``sys.excepthook``."""
+    global _watch, _previous_excepthook
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    if _previous_excepthook is not None and sys.excepthook is _excepthook:
+        sys.excepthook = _previous_excepthook
+        _previous_excepthook = None
+
+
+def describe(error: BaseException) -> str:
+    """One line for ``error``: its type and the first paragraph of its message."""
+    text = str(error).strip().split('\n\n')[0].replace('\n', ' ')
+    return f'{type(error).__name__}: {text}' if text else type(error).__name__
+
+
+def post_failure(error: BaseException) -> Failure | None:
+    """Tells the other ranks that this one failed.
+
+    Args:
+        error: What happened here.
+
+    Returns:
+        The failure that came first on any rank (this one's, if none was there), or None when no
+        watch is running.
+    """
+    watch = _watch
+    if watch is None:
+        return None
+    if isinstance(error, RankFailure) and error.failure is not None:
+        return error.failure
+    return watch.post(Failure(watch.rank, describe(error)))
+
+
+@contextlib.contextmanager
+def guard() -> Iterator[None]:
+    """Posts an exception that leaves the block, and names the rank that failed first.
+
+    An error that only follows from another rank's failure (a closed connection, a collective that
+    timed out) is replaced by :class:`RankFailure` with that rank's reason, chained to the original.
+    """
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        first = post_failure(error)
+        watch = _watch
+        if (
+            first is not None
+            and watch is not None
+            and first.rank != watch.rank
+            and not isinstance(error, RankFailure)
+        ):
+            raise RankFailure(first) from error
+        raise
+
+
+def _hook_excepthook() -> None:
+    global _previous_excepthook
+    if sys.excepthook is not _excepthook:
+        _previous_excepthook = sys.excepthook
+        sys.excepthook = _excepthook
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """For scripts that do not run under :func:`guard`: posts, then prints as before."""
+    first = post_failure(error)
+    (_previous_excepthook or sys.__excepthook__)(kind, error, traceback)
+    watch = _watch
+    if first is not None and watch is not None and first.rank != watch.rank:
+        sys.stderr.write(f'megatron-buffer: rank {first.rank} failed first: {first.reason}\n')

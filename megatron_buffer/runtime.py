@@ -1,0 +1,126 @@
+"""The config in force, with its strategies resolved: one :class:`Runtime` per config.
+
+``install()`` makes one runtime the default of the process; a ``DistributedDataParallel`` of ours
+brings its own for the duration of its constructor, and everything built in there (buffers, buckets,
+groups) keeps it. Upstream has no counterpart: its choices are written into the bodies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from megatron_buffer.config import AXES, BufferConfig, config_hash, load_config
+from megatron_buffer.errors import PatchError
+from megatron_buffer.layout import LayoutStrategies
+from megatron_buffer.strategies.accumulation import Accumulation
+from megatron_buffer.strategies.bucket_groups import BucketGrouping
+from megatron_buffer.strategies.dispatch import DispatchOrder
+from megatron_buffer.strategies.finalize import Finalize
+from megatron_buffer.strategies.gather import ParamGather
+from megatron_buffer.strategies.grouping import BufferGrouping
+from megatron_buffer.strategies.readiness import Readiness
+from megatron_buffer.strategies.reduce import GradReduce
+from megatron_buffer.strategies.registry import make_strategy
+from megatron_buffer.strategies.scaling import Scaling
+from megatron_buffer.strategies.unused import UnusedParams
+
+
+class Runtime:
+    """A config and the strategy object of each of its axes.
+
+    Args:
+        config: A loaded config.
+
+    Raises:
+        RegistryError: If a strategy that the config names cannot be made.
+    """
+
+    buffer_grouping: BufferGrouping
+    bucket_groups: BucketGrouping
+    readiness: Readiness
+    dispatch_order: DispatchOrder
+    unused_params: UnusedParams
+    scaling: Scaling
+    accumulation: Accumulation
+    grad_reduce: GradReduce
+    param_gather: ParamGather
+    finalize: Finalize
+    layout: LayoutStrategies
+
+    def __init__(self, config: BufferConfig) -> None:
+        self.config = config
+        self.hash = config_hash(config)
+        made: dict[str, Any] = {axis: make_strategy(axis, getattr(config, axis)) for axis in AXES}
+        shaping = {field.name for field in fields(LayoutStrategies)}
+        self.layout = LayoutStrategies(**{axis: made.pop(axis) for axis in shaping})
+        vars(self).update(made)
+
+    def __repr__(self) -> str:
+        return f'Runtime({self.config.source}, {self.hash})'
+
+
+_installed: Runtime | None = None
+_scope = threading.local()
+_wrapped: weakref.WeakKeyDictionary[Any, tuple[Runtime, str]] = weakref.WeakKeyDictionary()
+
+
+def installed() -> Runtime | None:
+    """The runtime that ``install()`` made the default, if any."""
+    return _installed
+
+
+def set_installed(runtime: Runtime | None) -> None:
+    """For ``install()`` and ``uninstall()``."""
+    global _installed
+    _installed = runtime
+
+
+@contextlib.contextmanager
+def scope(runtime: Runtime) -> Iterator[Runtime]:
+    """Makes ``runtime`` the current one in this thread for the duration of the block."""
+    previous = getattr(_scope, 'runtime', None)
+    _scope.runtime = runtime
+    try:
+        yield runtime
+    finally:
+        _scope.runtime = previous
+
+
+def current() -> Runtime:
+    """The runtime in force here: the innermost scope's, else the installed one.
+
+    Raises:
+        PatchError: If there is none.
+    """
+    runtime = getattr(_scope, 'runtime', None) or _installed
+    if runtime is None:
+        raise PatchError(
+            'no megatron_buffer config is in force: call megatron_buffer.install(config) first, or '
+            'build the model with megatron_buffer.DistributedDataParallel'
+        )
+    return runtime
+
+
+def resolve(config: Any = None) -> Runtime:
+    """The runtime for ``config`` (anything ``load_config`` takes), or the one in force for None.
+
+    Without a config and without an installed one it is ``upstream``.
+    """
+    if config is None:
+        return getattr(_scope, 'runtime', None) or _installed or Runtime(load_config(None))
+    return Runtime(load_config(config))
+
+
+def track(model: Any, runtime: Runtime, description: str) -> None:
+    """Remembers a wrapped model for as long as it lives."""
+    _wrapped[model] = (runtime, description)
+
+
+def live_models() -> list[str]:
+    """Descriptions of the models that were wrapped under the installed runtime and still live."""
+    return [text for runtime, text in _wrapped.values() if runtime is _installed]
