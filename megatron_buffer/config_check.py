@@ -58,10 +58,10 @@ def found(value: object) -> str:
     return f'a value of type {type(value).__name__}'
 
 
-def _hint(value: object, doc: ParamDoc) -> str:
+def _what_to_write(value: object, doc: ParamDoc) -> str:
     """What to write instead, where the mistake is a usual one; else nothing."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_INT:
-        return f'; write {int(value)}' if 'integer' in doc.expected else ''
+        return f'write {int(value)}' if 'integer' in doc.expected else ''
     if not isinstance(value, str):
         return ''
     text = value.strip().lower().replace('_', '').replace(',', '')
@@ -71,10 +71,10 @@ def _hint(value: object, doc: ParamDoc) -> str:
         except ValueError:
             return ''
         if number.is_integer() and 0 < number <= _MAX_INT:
-            return f'; write {int(number)}, without quotes'
+            return f'write {int(number)}, without quotes'
     if 'true' in doc.expected and text in ('true', 'false'):
-        return f'; write {text}, without quotes'
-    return did_you_mean(value, doc.choices)
+        return f'write {text}, without quotes'
+    return ''
 
 
 class _TooMuchError(Exception):
@@ -256,7 +256,7 @@ def _read_params(
                 reported.add(key)
         elif key in planned:
             problems.add(
-                where, f'({planned[key]}) is part of the design but is not built yet; remove it'
+                where, f'{planned[key]}: part of the design, but not built yet; remove this line'
             )
         else:
             valid = f'Valid: {", ".join(docs)}' if docs else 'It has no parameters'
@@ -291,10 +291,12 @@ def _add_param_problem(
         return
     value: object = values[name]
     inner = f' ({message})' if type(value) in (list, dict) else ''
-    otherwise = '' if doc.required else f'; leave it out for the default, {doc.default_text}'
+    text = f'found {found(value)}, expected {doc.expected}{inner}'
+    default = '' if doc.required else f'leave it out for the default, {doc.default_text}'
+    advice = ', or '.join(part for part in (_what_to_write(value, doc), default) if part)
+    hint = did_you_mean(value, doc.choices) if isinstance(value, str) else ''
     problems.add(
-        (*path, name),
-        f'found {found(value)}, expected {doc.expected}{inner}{_hint(value, doc)}{otherwise}',
+        (*path, name), f'{text}{"; " if advice else ""}{advice}{"." if hint else ""}{hint}'
     )
 
 

@@ -12,7 +12,7 @@ messages read them from here. Imports neither torch nor megatron.
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -26,7 +26,7 @@ _STRICT = ConfigDict(strict=True, extra='forbid', use_attribute_docstrings=True)
 PositiveElems = Annotated[int, Field(ge=1)]
 
 _PGB = 'megatron/core/distributed/param_and_grad_buffer.py'
-_DDP = 'megatron/core/distributed/distributed_data_parallel.py'
+_DDP = 'megatron/core/distributed/distributed_data_parallel.py: DistributedDataParallel'
 _DIST_OPT = 'megatron/core/optimizer/distrib_optimizer.py'
 _LAYOUT = 'megatron/core/optimizer/param_layout.py'
 _FINALIZE = 'megatron/core/distributed/finalize_model_grads.py'
@@ -34,7 +34,7 @@ _PER_BUFFER_LAYOUT = f'{_DIST_OPT}: DistributedOptimizer._compute_per_buffer_par
 
 
 class StrategyParams(Protocol):
-    """What the parameters of every strategy have in common, ours and third parties' alike."""
+    """What the parameters of all strategies have in common, ours and third parties'."""
 
     @property
     def name(self) -> str: ...
@@ -128,9 +128,7 @@ class UpstreamUnused:
 class PrescaleScaling:
     """Scaled before the reduction, as average_in_collective and per-token loss ask."""
 
-    upstream_symbol: ClassVar[str] = (
-        f'{_DDP}: DistributedDataParallel.__init__ (gradient_scaling_factor)'
-    )
+    upstream_symbol: ClassVar[str] = f'{_DDP}.__init__ (gradient_scaling_factor)'
     name: Literal['prescale'] = 'prescale'
 
 
@@ -138,7 +136,7 @@ class PrescaleScaling:
 class ZeroThenAdd:
     """The grad buffer is zeroed before each step, and every micro-batch adds to it."""
 
-    upstream_symbol: ClassVar[str] = f'{_DDP}: DistributedDataParallel._make_backward_post_hook'
+    upstream_symbol: ClassVar[str] = f'{_DDP}._make_backward_post_hook'
     name: Literal['zero_then_add'] = 'zero_then_add'
 
 
@@ -186,13 +184,11 @@ class ChecksConfig:
     """After wrapping, compare config, layouts and groups between ranks; name what differs first."""
 
 
-PLANNED_CHECKS: Mapping[str, str] = MappingProxyType(
-    {
-        'nan_in_grad': 'NaN and Inf reported with parameter names, on every rank',
-        'late_gradient': 'a gradient that arrives after its bucket was reduced is detected',
-        'stale_read': 'a weight read before its gather finished is detected',
-    }
-)
+PLANNED_CHECKS: Mapping[str, str] = {
+    'nan_in_grad': 'NaN and Inf reported with parameter names, on every rank',
+    'late_gradient': 'a gradient that arrives after its bucket was reduced is detected',
+    'stale_read': 'a weight read before its gather finished is detected',
+}
 """Keys under ``checks`` that the design names and that are not built yet, with their meaning."""
 
 
@@ -338,6 +334,8 @@ _ALL_AXES = (
 AXES: Mapping[str, Axis] = MappingProxyType({axis.key: axis for axis in _ALL_AXES})
 """Every axis by its YAML key, in the order in which a config is written."""
 
+_BUILT_IN = frozenset(cls for axis in _ALL_AXES for cls in axis.strategies.values())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferConfig:
@@ -370,12 +368,13 @@ class BufferConfig:
         for field in dataclasses.fields(self)[1:-1]:
             value: object = getattr(self, field.name)
             kind = type(value)
-            if field.name in AXES:
-                # A name that is not ours is a third party's, checked by the one who built it.
-                expected = AXES[field.name].strategies.get(str(getattr(value, 'name', '')), kind)
-            else:
-                expected = cast(type[Any], type(field.default))
-            if not dataclasses.is_dataclass(kind) or kind is not expected:
+            if field.name not in AXES:
+                right = kind is type(field.default)
+            elif kind in _BUILT_IN or getattr(value, 'name', '') in AXES[field.name].strategies:
+                right = kind in AXES[field.name].strategies.values()
+            else:  # a third party's, checked by whoever made it
+                right = dataclasses.is_dataclass(kind)
+            if not right:
                 raise ConfigError(
                     f'{field.name}: found {value!r}, expected parameters such as '
                     f'{type(field.default).__name__}(); load_config() takes names and mappings',

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import importlib
 import logging
 import threading
@@ -325,26 +326,22 @@ def _constructor_names() -> Iterator[None]:
 
 
 def _describe(buffers: list[Any], groups: list[Any]) -> list[str]:
-    """Buffers, buckets, parameters and groups, a line each, for comparing ranks."""
+    """Parameters in layout order, bucket ends and groups, a line each, for comparing ranks."""
     lines: list[str] = []
     for index, buffer in enumerate(buffers):
-        lines.append(
-            f'buffer {index}: {buffer.param_dtype} parameters, {buffer.grad_dtype} gradients, '
-            f'{buffer.numel} elements in {len(buffer.buckets)} buckets'
-        )
+        kind = f'buffer {index} ({buffer.param_dtype} parameters, {buffer.grad_dtype} gradients)'
         for bucket in buffer.buckets:
-            end = bucket.offset + bucket.grad_data.numel()
-            lines.append(f'bucket {bucket.bucket_id}: [{bucket.offset}, {end})')
             for param in bucket.params_list:
-                start, stop, _ = buffer.param_index_map[param]
-                lines.append(f'{buffer.param_to_name[param]}: [{start}, {stop})')
+                start, end, _ = buffer.param_index_map[param]
+                name = buffer.param_to_name[param]
+                lines.append(f'{name} at [{start}, {end}) in bucket {bucket.bucket_id} of {kind}')
+            end = bucket.offset + bucket.grad_data.numel()
+            lines.append(f'the end of bucket {bucket.bucket_id} at {end} of {kind}')
     for index, group in enumerate(groups):
         held = ', '.join(f'{b.bucket_id} ({b.grad_data.dtype})' for b in group.buckets)
-        lines.append(f'bucket group {index}: buckets {held}')
+        lines.append(f'bucket group {index} with buckets {held}')
     return lines
 
 
 def _digest(lines: list[str]) -> str:
-    import hashlib
-
     return hashlib.sha256('\n'.join(lines).encode()).hexdigest()

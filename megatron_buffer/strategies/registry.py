@@ -66,7 +66,8 @@ def make_strategy(axis: str, params: Any) -> Any:
     if axis not in _AXIS_MODULES:
         raise RegistryError(f'unknown axis {axis!r}; there are {", ".join(_AXIS_MODULES)}')
     importlib.import_module(f'megatron_buffer.strategies.{_AXIS_MODULES[axis]}')
-    cls = _BUILT_IN.get((axis, type(params)))
+    params_type: type = type(params)
+    cls = _BUILT_IN.get((axis, params_type))
     if cls is None:
         from megatron_buffer.config_catalog import third_party_strategy
 

@@ -74,7 +74,7 @@ class UpstreamUnused:
             if window.num_registered == 0:
                 found = 'no gradient arrived'
             else:
-                parts = []
+                parts: list[str] = []
                 if window.missing:
                     parts.append(f'too few gradients for {_listed(window.missing)}')
                 if window.surplus:

@@ -1,0 +1,54 @@
+"""Markers, the choice of what runs by default, and the reasons for what is skipped."""
+
+from pathlib import Path
+
+import pytest
+
+MARKERS = {
+    'slow': 'part of the slow matrix; runs with --slow',
+    'gpu': 'needs a CUDA GPU; skipped where there is none',
+    'stock_fault': "shows a fault of stock Megatron-Core, so that we notice when upstream's behaviour changes",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--slow', action='store_true', help='run the tests marked slow too')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line('markers', f'{name}: {meaning}')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker('gpu') for item in items) and not _has_gpu():
+        for item in items:
+            if item.get_closest_marker('gpu'):
+                item.add_marker(pytest.mark.skip(reason='needs a CUDA GPU; none is visible here'))
+    # An expression (-m slow) or a test named in full (path::test) says itself what is wanted.
+    named = any('::' in str(argument) for argument in config.args)
+    if config.getoption('--slow') or config.option.markexpr or named:
+        return
+    slow = [item for item in items if item.get_closest_marker('slow')]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    from importlib.metadata import version
+
+    return f'torch {version("torch")}, megatron-core {version("megatron-core")}'
+
+
+def _has_gpu() -> bool:
+    """True if the driver shows a GPU; asks no torch.cuda function, which the CPU mode may have replaced."""
+    return Path('/dev/nvidiactl').exists() and any(Path('/dev').glob('nvidia[0-9]*'))
+
+
+@pytest.fixture
+def run_ranks():
+    """`tests.harness.run_ranks`, for tests that prefer a fixture."""
+    from tests.harness import run_ranks
+
+    return run_ranks

@@ -1,0 +1,163 @@
+"""A rank that fails takes the others down with its reason, within seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, RankOutcome, run_ranks
+
+LONG_S = 60.0
+
+
+def _fail_while_the_others_wait(rank: int, world_size: int, how: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_buffer import errors
+
+    assert errors.start_watch()
+    dist.all_reduce(torch.ones(1))
+    with errors.guard():
+        if rank == 1:
+            if how == 'raise':
+                raise ValueError('the loss of batch 17 is not finite')
+            if how == 'exit':
+                sys.exit('out of data')
+            # Posted, but the process stays: the others cannot notice by a closed connection.
+            errors.post_failure(ValueError('posted and alive'))
+            time.sleep(LONG_S)
+        dist.all_reduce(torch.ones(1))
+
+
+def _run(how: str, world_size: int = 3) -> tuple[list[RankOutcome], float]:
+    started = time.monotonic()
+    outcomes = run_ranks(
+        _fail_while_the_others_wait,
+        world_size,
+        how,
+        expect_failure=True,
+        timeout_s=LONG_S,
+        grace_s=20.0,
+    )
+    return outcomes, time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ('how', 'reason'),
+    [
+        ('raise', 'ValueError: the loss of batch 17 is not finite'),
+        ('exit', 'SystemExit: out of data'),
+    ],
+)
+def test_the_other_ranks_report_the_first_ranks_reason(how: str, reason: str) -> None:
+    outcomes, _ = _run(how)
+    assert outcomes[1].error_type == reason.split(':')[0]
+    for rank in (0, 2):
+        assert outcomes[rank].error_type == 'RankFailure', outcomes[rank]
+        assert outcomes[rank].error == f'rank 1 failed first: {reason}'
+
+
+def test_a_rank_stuck_in_a_collective_is_ended_with_the_reason() -> None:
+    outcomes, _ = _run('post')
+    for rank in (0, 2):
+        assert outcomes[rank].status == 'died'
+        assert outcomes[rank].exit_code == 1
+        assert 'rank 1 failed: ValueError: posted and alive' in outcomes[rank].output
+
+
+def _raise_in_python_code(rank: int, world_size: int) -> None:
+    from megatron_buffer import errors
+
+    assert errors.start_watch()
+    if rank == 1:
+        errors.post_failure(ValueError('no collective in sight'))
+        return
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:  # a rank that computes for long is reached too
+        pass
+
+
+def test_a_rank_that_is_computing_is_reached() -> None:
+    outcomes = run_ranks(_raise_in_python_code, 2, expect_failure=True, grace_s=20.0)
+    assert outcomes[0].error == 'rank 1 failed first: ValueError: no collective in sight'
+
+
+def _normal_end(rank: int, world_size: int) -> str:
+    import torch.distributed as dist
+
+    from megatron_buffer import errors
+
+    assert errors.start_watch()
+    assert errors.start_watch()  # once per process group
+    with errors.guard():
+        dist.barrier()
+    hooked = sys.excepthook
+    errors.stop_watch()
+    assert sys.excepthook is not hooked
+    return 'ended'
+
+
+def test_a_run_without_failure_ends_as_ever() -> None:
+    assert run_ranks(_normal_end, 2) == ['ended', 'ended']
+
+
+def _secondary(rank: int, world_size: int) -> None:
+    from megatron_buffer import errors
+
+    errors.start_watch()
+    with errors.guard():
+        if rank == 1:
+            raise ValueError('first')
+        time.sleep(1.5)
+        raise ConnectionError('only a consequence')
+
+
+def test_a_consequence_is_replaced_by_its_cause() -> None:
+    outcomes = run_ranks(_secondary, 2, expect_failure=True, grace_s=20.0)
+    assert outcomes[0].error == 'rank 1 failed first: ValueError: first'
+
+
+SCRIPT = '''
+import os, torch, torch.distributed as dist
+from megatron_buffer import errors
+dist.init_process_group('gloo')
+errors.start_watch()
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError('no guard here')
+dist.all_reduce(torch.ones(1))
+'''
+
+
+def test_a_script_without_guard_prints_who_failed_first(tmp_path: Path) -> None:
+    script = tmp_path / 'script.py'
+    script.write_text(SCRIPT)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2']
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=LONG_S, env=env
+    )
+    assert done.returncode != 0
+    assert 'rank 1 failed first: ValueError: no guard here' in done.stderr
+
+
+def test_no_watch_without_a_process_group() -> None:
+    from megatron_buffer import errors
+
+    assert not errors.start_watch()
+    assert errors.post_failure(ValueError('x')) is None
+    with pytest.raises(ValueError, match='through'), errors.guard():
+        raise ValueError('through')
+
+
+def test_describe_is_one_line() -> None:
+    from megatron_buffer.errors import describe
+
+    assert describe(ValueError('a\nb\n\nc')) == 'ValueError: a b'
+    assert describe(KeyboardInterrupt()) == 'KeyboardInterrupt'
