@@ -6,12 +6,15 @@ the collectives. Upstream has no counterpart.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_buffer.errors import RankMismatchError
+
+_ADVICE = 'All ranks must build the same model with the same config, flags and package versions.'
 
 
 def check_agreement(
@@ -40,9 +43,36 @@ def check_agreement(
     mine, theirs = _first_difference(lines[0], lines[odd])
     raise RankMismatchError(
         f'{what} differs between rank {ranks[0]} and rank {ranks[odd]} ({group_name} group): '
-        f'rank {ranks[0]} has {mine}; rank {ranks[odd]} has {theirs}. All ranks must build the same '
-        'model with the same config, flags and package versions.'
+        f'rank {ranks[0]} has {mine}; rank {ranks[odd]} has {theirs}. {_ADVICE}'
     )
+
+
+def check_against_first(what: str, key: str, mine: str) -> None:
+    """Compares ``mine`` with what the first rank of the job to come here had; waits for nobody.
+
+    Pipeline stages build and wrap their chunks in step with collectives of their own, so a collective
+    across stages could wait for ever here.
+
+    Args:
+        what: What is compared, for the message.
+        key: Name of the comparison; the same on all ranks, and new for each comparison.
+        mine: Text that must be equal on all ranks.
+
+    Raises:
+        RankMismatchError: On each rank that differs from the first one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.PrefixStore(
+        'megatron_buffer/agreement', dist.distributed_c10d._get_default_store()
+    )
+    entry = json.dumps([dist.get_rank(), mine])
+    first_rank, first = json.loads(store.compare_set(key, '', entry))
+    if first != mine:
+        raise RankMismatchError(
+            f'{what} differs between rank {first_rank} and rank {dist.get_rank()}: rank {first_rank} '
+            f'has {first}; rank {dist.get_rank()} has {mine}. {_ADVICE}'
+        )
 
 
 def _gather(value: Any, group: Any) -> list[Any]:

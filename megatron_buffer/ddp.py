@@ -1,7 +1,8 @@
 """``DistributedDataParallel``: upstream's wiring around our buffers and bucket groups.
 
 Stands for ``DistributedDataParallel`` (``megatron/core/distributed/distributed_data_parallel.py``). The
-hooks are upstream's own: ``transformer/cuda_graphs.py`` recognises them by the module that defines them.
+forward pre-hooks are upstream's own: ``transformer/cuda_graphs.py`` recognises them by the module that
+defines them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import hashlib
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 
 from megatron_buffer import __version__, errors
 from megatron_buffer import runtime as runtime_module
-from megatron_buffer.agreement import check_agreement
+from megatron_buffer.agreement import check_against_first, check_agreement
 from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buckets
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
@@ -75,6 +77,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     ) -> None:
         runtime = runtime_module.resolve(buffer_config)
         errors.start_watch()
+        # Before upstream's constructor, which asks for the hooks; nn.Module's __setattr__ is not ready.
+        object.__setattr__(self, '_post_hooks', [])
         requested_elems = ddp_config.bucket_size
         ddp_config = copy.copy(ddp_config)
         _merge_config(runtime, ddp_config)
@@ -96,8 +100,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         for group in self._all_groups():
             group.param_to_name = self._buffer_of(group).param_to_name
         self._log_summary(requested_elems, disable_bucketing)
-        if runtime.config.checks.rank_agreement:
-            self._check_rank_agreement()
+        self._check_rank_agreement()
         runtime_module.track(
             self, runtime, f'{type(module).__name__} ({len(self._names())} parameters)'
         )
@@ -107,6 +110,24 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
         if self.ddp_config.overlap_grad_reduce and not self._looked_for_unused_groups:
             self._warn_of_unused_groups()
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        """Upstream's hook behind a weak reference; upstream: ``_make_backward_post_hook``.
+
+        Autograd's C++ node holds the hook, and upstream's closure holds the model. Any tensor whose
+        graph reaches the node (an fp32 main_param, a kept auxiliary loss) would make a cycle that
+        Python's collector cannot see, and the model and its buffers would never be freed.
+        """
+        index = len(self._post_hooks)
+        self._post_hooks.append(super()._make_backward_post_hook(param))
+        this = weakref.ref(self)
+
+        def hook(*unused: Any) -> None:
+            ddp = this()
+            if ddp is not None:
+                ddp._post_hooks[index](*unused)
+
+        return hook
 
     def _all_groups(self) -> list[ParamAndGradBucketGroup]:
         return [*self.bucket_groups, *self.expert_parallel_bucket_groups]
@@ -243,19 +264,23 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         )
 
     def _check_rank_agreement(self) -> None:
-        """Config over all groups of this model; layouts and groups over those that share them."""
+        """The config over the whole job, layouts and groups over the ranks that share them."""
+        wanted = self.runtime.config.checks.rank_agreement
+        generation = runtime_module.generation(self.runtime)
+        if generation is not None:
+            # A rank that does not take part in the comparisons below would leave the others waiting.
+            check_against_first(
+                'checks.rank_agreement', f'wanted/{generation}', str(wanted).lower()
+            )
+        if not wanted:
+            return
         versions = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
-        for group, name in (
-            (self.dp_cp_group, 'data-parallel'),
-            (self.tp_group, 'tensor-parallel'),
-            (self.pp_group, 'pipeline-parallel'),
-        ):
-            check_agreement('the buffer config', group, name, versions, lambda: [versions])
         dense = _describe(self.buffers, self.bucket_groups)
         for group, name in (
             (self.dp_cp_group, 'data-parallel'),
             (self.tp_group, 'tensor-parallel'),
         ):
+            check_agreement('the buffer config', group, name, versions, lambda: [versions])
             check_agreement('the buffer layout', group, name, _digest(dense), lambda: dense)
         experts = _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
         check_agreement(
@@ -265,6 +290,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             _digest(experts),
             lambda: experts,
         )
+        if generation is not None:
+            check_against_first('the installed buffer config', f'config/{generation}', versions)
 
     def _warn_of_unused_groups(self) -> None:
         """Stock reduces a group without any gradient as zeros for ever, and says nothing."""

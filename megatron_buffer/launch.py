@@ -60,7 +60,7 @@ _SET_IN_BOTH = (
 """(path in the config, name in Megatron's args, its value when the flag is not given)."""
 
 _OUR_PREFIX = '--custom-buffer'
-_SIMILARITY = 0.8  # the most similar of Megatron's own flags has 0.57
+_SIMILARITY = 0.85  # the most similar of Megatron's own flags has 0.57
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,8 @@ class Runtime:
 
 
 _installed: Runtime | None = None
+_generation = 0
+_wrapped_under: Runtime | None = None
 _scope = threading.local()
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Runtime, str]] = weakref.WeakKeyDictionary()
 
@@ -114,6 +116,21 @@ def resolve(config: Any = None) -> Runtime:
     if config is None:
         return getattr(_scope, 'runtime', None) or _installed or Runtime(load_config(None))
     return Runtime(load_config(config))
+
+
+def generation(runtime: Runtime) -> int | None:
+    """Which of the process's installed runtimes this is, counting those that a model was wrapped under.
+
+    Every rank of a job counts alike, so it names a comparison between ranks. None for a runtime that
+    belongs to one model only.
+    """
+    global _generation, _wrapped_under
+    if runtime is not _installed:
+        return None
+    if runtime is not _wrapped_under:
+        _wrapped_under = runtime
+        _generation += 1
+    return _generation
 
 
 def track(model: Any, runtime: Runtime, description: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from megatron_buffer.patching import fingerprints  # noqa: E402
+from megatron_buffer.patching import fingerprints, sources  # noqa: E402
 
 _FIND = (
     'import importlib.util, pathlib;'
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument('--output', type=Path, default=fingerprints.MANIFEST_PATH)
     parser.add_argument('--check', action='store_true', help='compare only; exit 1 if it differs')
     options = parser.parse_args()
-    versions: dict[str, dict[str, fingerprints.Source]] = {}
+    versions: dict[str, dict[str, sources.Source]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for given in options.paths:
             version, _, path = given.rpartition('=')
@@ -65,9 +65,9 @@ def main() -> int:
             core = fingerprints.find_core([str(root)])
             if core.path is None:
                 raise SystemExit(f'{path}: no megatron/core in {root}')
-            sources = fingerprints.collect(path=[str(root)])
-            versions[version or core.version] = sources
-            print(f'{version or core.version}: {len(sources)} symbols from {core.path}')
+            found = sources.collect(path=[str(root)])
+            versions[version or core.version] = found
+            print(f'{version or core.version}: {len(found)} symbols from {core.path}')
     text = json.dumps(fingerprints.make_manifest(versions), indent=1) + '\n'
     if options.check:
         same = options.output.read_text(encoding='utf-8') == text

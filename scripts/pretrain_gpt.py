@@ -290,7 +290,9 @@ def add_dump_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main() -> None:
     """Parses Megatron's flags and trains."""
     args = parse_and_validate_args(
-        extra_args_provider=add_dump_flag, args_defaults={'tokenizer_type': 'NullTokenizer'}
+        extra_args_provider=add_dump_flag,
+        # upstream divides by eval_interval even where nothing is evaluated
+        args_defaults={'tokenizer_type': 'NullTokenizer', 'eval_interval': 1000},
     )
     recorder = Recorder(args.dump_state) if args.dump_state is not None else None
     if recorder is not None:

@@ -28,7 +28,8 @@ wanted=""
 
 say() { printf '%s\n' "$*"; }
 die() {
-    printf 'setup: %s\n' "$@" >&2
+    printf 'setup: %s\n' "$1" >&2
+    [ $# -lt 2 ] || printf '%s\n' "${@:2}" >&2
     exit 1
 }
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; }
@@ -119,9 +120,10 @@ find_python() {
     fi
     printf 'setup: no usable Python 3.%s to 3.%s was found. Looked at:\n%s' $oldest $newest "$rejected" >&2
     die "install one and run this again, for instance:" \
-        "  Debian 13, Ubuntu 24.04:  apt-get install python3.12-venv (or python3.13-venv)" \
-        "  anywhere with pyenv:      pyenv install 3.12" \
-        "  anywhere with uv:         uv python install 3.12" \
+        "  Ubuntu 24.04:       apt-get install python3.12 python3.12-venv" \
+        "  Debian 13:          apt-get install python3 python3-venv" \
+        "  with pyenv:         pyenv install 3.12" \
+        "  with uv:            uv python install 3.12" \
         "or name one:  scripts/setup.sh --python PATH"
 }
 
@@ -205,15 +207,16 @@ make_venv() {
 
 # pip's output cut down to one line for each package, with the seconds since the start.
 progress() {
-    local line names
+    local line count
     SECONDS=0
     while IFS= read -r line; do
         case $line in
             *Downloading*.metadata*) ;;
             *Downloading\ *) printf '      %4ds  %s\n' $SECONDS "${line#*Downloading }" ;;
             Installing\ collected\ packages:*)
-                names=${line//[^,]/}
-                printf '      %4ds  unpacking %d packages (the longest step, a minute or more)\n' $SECONDS $((${#names} + 1))
+                count=${line//[^,]/}
+                count=$((${#count} + 1))
+                printf '      %4ds  unpacking: %d new%s\n' $SECONDS $count "$([ $count -lt 20 ] || echo ' (the longest step, a minute or more)')"
                 ;;
         esac
     done
@@ -224,10 +227,12 @@ explain_failure() {
     tail -n 25 -- "$log" | sed 's/^/    /' >&2
     if grep -qi 'no space left' "$log"; then
         die "the disk is full: .venv needs 6 GB here, and pip as much again for a moment in ${TMPDIR:-/tmp}"
-    elif grep -qiE 'could not find a version|no matching distribution' "$log"; then
-        die "the package registry does not have what constraints.txt asks for; see 'pip config list' for the registry in use"
-    elif grep -qiE 'connection|timed out|temporary failure|ssl' "$log"; then
-        die "the package registry could not be reached; behind a proxy set https_proxy, or name a mirror with 'pip config set global.index-url URL'"
+    elif grep -qiE 'connection (refused|reset|error|broken)|newconnectionerror|timed out|temporary failure|sslerror' "$log"; then
+        die "the package registry could not be reached." \
+            "Behind a proxy set https_proxy; for a mirror: pip config set global.index-url URL"
+    elif grep -qiE 'could not find a version|no matching distribution|resolutionimpossible' "$log"; then
+        die "the package registry does not have what constraints.txt asks for, or pip is held to other versions." \
+            "'pip config list' shows the registry in use and any constraint of this machine"
     elif grep -qiE "error: command '[^']*(gcc|cc|c\+\+)|python\.h" "$log"; then
         die "a package had to be compiled: install a C compiler and the Python headers (apt-get install build-essential python3-dev)"
     fi
@@ -252,7 +257,10 @@ run_pip() {
 # Two set-ups at a time would trip over each other; the second one waits and then finds it done.
 if command -v flock >/dev/null 2>&1; then
     exec 9<"${BASH_SOURCE[0]}"
-    flock 9
+    if ! flock -n 9; then
+        say "another set-up is running here; waiting for it"
+        flock 9
+    fi
 fi
 
 start=$(date +%s)

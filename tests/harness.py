@@ -280,17 +280,24 @@ def _report(what: str, outcomes: list[RankOutcome], timeout_s: float | None) -> 
     else:
         count = sum(o.failed for o in outcomes)
         lines = [f'{what}: {count} failed, rank {first.rank} first: {first.headline()}']
-    for o in sorted(
-        outcomes, key=lambda o: (o is not first, not o.failed, o.failed_at or 0, o.rank)
-    ):
+    shown: dict[str, int] = {}
+    order = sorted(outcomes, key=lambda o: (o is not first, not o.failed, o.failed_at or 0, o.rank))
+    for o in order:
         later = ''
         if first is not None and o.failed and o is not first:
             later = f' ({(o.failed_at or 0) - (first.failed_at or 0):.1f} s later)'
         lines.append(f'---- rank {o.rank}{later}: {o.headline()}')
-        if o.status != 'ok':
-            lines += [text.rstrip() for text in (o.traceback, o.stack) if text]
-            if o.output:
-                lines.append(_indented('it printed', o.output, '    | '))
+        if o.status == 'ok':
+            continue
+        if o.traceback in shown:
+            lines.append(f'(the same traceback as rank {shown[o.traceback]})')
+        elif o.traceback:
+            shown[o.traceback] = o.rank
+            lines.append(o.traceback.rstrip())
+        if o.stack:
+            lines.append(o.stack.rstrip())
+        if o.output:
+            lines.append(_indented('it printed', o.output, '    | '))
     return '\n'.join(lines)
 
 

@@ -117,7 +117,12 @@ def names_of(model: Any) -> dict[Any, str]:
 
 
 def oracle_grads(
-    rank: int, world_size: int, step: int, micro_batches: int = 3, scale: float | None = None, **kwargs: Any
+    rank: int,
+    world_size: int,
+    step: int,
+    micro_batches: int = 3,
+    scale: float | None = None,
+    **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """Gradients of an unwrapped copy, summed over every rank's micro-batches; ``scale`` is 1/dp."""
     net = make_net(**kwargs)

@@ -485,7 +485,7 @@ def _sequence_parallel_norm(rank: int, world_size: int) -> None:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
-        num_attention_heads=1,
+        num_attention_heads=2,
         sequence_parallel=True,
         tensor_model_parallel_size=2,
     )

@@ -166,11 +166,7 @@ def _fp32_then_stock(rank: int, world_size: int) -> dict[str, Any]:
     import megatron_buffer
     from tests import small_model as sm
 
-    flags = {
-        'use_distributed_optimizer': True,
-        'overlap_grad_reduce': True,
-        'bucket_size': 100,
-    }
+    flags = {'use_distributed_optimizer': True, 'overlap_grad_reduce': True, 'bucket_size': 100}
     ours = sm.wrap(
         sm.make_net(),
         megatron_buffer.DistributedDataParallel,
@@ -374,11 +370,7 @@ def _foreign_layout(rank: int, world_size: int) -> list[str]:
     ours = megatron_buffer.DistributedDataParallel
     # The same layout by stock's own function is the config's layout.
     ours(
-        sm.transformer_config(),
-        ddp_config,
-        net,
-        full_param_layout=layout,
-        buffer_config='upstream',
+        sm.transformer_config(), ddp_config, net, full_param_layout=layout, buffer_config='upstream'
     )
     messages = []
     net = sm.make_net()
@@ -401,8 +393,9 @@ def test_a_layout_of_another_config_is_refused() -> None:
 
 
 def _two_dtypes_one_group(rank: int, world_size: int) -> str:
-    import megatron_buffer
     from megatron.core.distributed import DistributedDataParallelConfig
+
+    import megatron_buffer
     from megatron_buffer.errors import LayoutError
     from tests import small_model as sm
 
@@ -457,3 +450,32 @@ def test_the_resolved_bucket_size_and_its_reason_are_logged_once() -> None:
         'bucket size: 40,000,000 elements (default: max(40,000,000, 1,000,000 x dp_size=2))',
         'bucket size: 100 elements (ddp_config.bucket_size)',
     ]
+
+
+def _installed_configs_differ(rank: int, world_size: int, how: str) -> None:
+    import megatron_buffer
+    from megatron_buffer import errors
+    from tests import small_model as sm
+
+    configs = {
+        'padding': {'padding': {'name': 'megatron', 'param_start_elems': 32}},
+        'unchecked': {'checks': {'rank_agreement': False}},
+    }
+    megatron_buffer.install(configs[how] if rank == 1 else 'upstream')
+    from megatron.core import parallel_state
+
+    if how == 'padding':  # stages share no data-parallel group
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    with errors.guard():
+        sm.wrap(sm.make_net(), use_distributed_optimizer=True)
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(('how', 'named'), [('padding', 'config hash'), ('unchecked', 'false')])
+def test_configs_that_differ_between_ranks_without_a_common_group(how: str, named: str) -> None:
+    outcomes = run_ranks(
+        _installed_configs_differ, 2, how, expect_failure=True, timeout_s=60, grace_s=20
+    )
+    errors = {outcome.error_type: outcome.error for outcome in outcomes}
+    assert set(errors) == {'RankMismatchError', 'RankFailure'}
+    assert all(named in error for error in errors.values()), errors

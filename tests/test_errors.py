@@ -138,7 +138,14 @@ dist.all_reduce(torch.ones(1))
 def test_a_script_without_guard_prints_who_failed_first(tmp_path: Path) -> None:
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2']
+    command = [
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--standalone',
+        '--nproc-per-node',
+        '2',
+    ]
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(
         [*command, str(script)], capture_output=True, text=True, timeout=LONG_S, env=env

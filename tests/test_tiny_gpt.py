@@ -57,6 +57,17 @@ def test_the_gradients_of_the_first_step_equal_the_oracles():
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-7)
 
 
+def ask_oracle_for(rank, world_size, case, dp):
+    return oracle(case, dp).grads
+
+
+def test_the_oracle_would_notice_a_rank_that_is_left_out():
+    case = TrainCase(steps=1)
+    [one] = run_ranks(ask_oracle_for, 1, case, 1)
+    [two] = run_ranks(ask_oracle_for, 1, case, 2)
+    assert all((one[n] - grad).abs().max() > 1e-2 * grad.abs().max() for n, grad in two.items())
+
+
 def test_two_runs_in_one_process_are_equal_to_the_bit():
     case = TrainCase(dist_opt=True, overlap_grad_reduce=True, dtype='bf16')
     assert run_ranks(train_twice, 2, case) == [[], []]

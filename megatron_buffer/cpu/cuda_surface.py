@@ -23,8 +23,8 @@ from megatron_buffer.cpu.ledger import Ledger
 
 _CPU = torch.device('cpu')
 _TOTAL_MEMORY_BYTES = 16 << 30
-# Hopper: the youngest architecture for which megatron.training makes no demands of its own.
-_CAPABILITY = (9, 0)
+# Blackwell: from there on megatron.training does not insist on CUDA_DEVICE_MAX_CONNECTIONS=1.
+_CAPABILITY = (10, 0)
 
 _FACTORIES = (
     *('arange', 'as_tensor', 'asarray', 'empty', 'empty_like', 'empty_strided', 'eye', 'full'),

@@ -17,13 +17,13 @@ import logging
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.patching import fingerprints, lifecycle
 from megatron_buffer.patching.engine import Resolved, Transaction
-from megatron_buffer.patching.holders import Edit
+from megatron_buffer.patching.holders import Edit, type_of
 from megatron_buffer.patching.sources import Source, collect
 from megatron_buffer.patching.targets import CORE, TARGETS, TRAINING, Target
 
@@ -76,7 +76,7 @@ def _is_there(module: str) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Keeps warnings, log records and prints of other people's imports away from our output."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -208,6 +208,11 @@ def _judge_sources(
     core: fingerprints.CoreInstall,
     verdicts: dict[str, fingerprints.Verdict],
 ) -> None:
+    if core.path and core.training_path and core.path.parent != core.training_path.parent:
+        report['notes'].append(
+            f'megatron.core comes from {core.path} but megatron.training from {core.training_path}: '
+            'two trees are mixed on sys.path'
+        )
     try:
         fingerprints.check_gate(core, verdicts[CORE])
     except Exception as error:
@@ -222,11 +227,6 @@ def _judge_sources(
         report['problems'].append(
             "'megatron-buffer run' refuses (install() in Python doesn't): "
             + fingerprints.fingerprint_message(core, verdicts[TRAINING])
-        )
-    if core.path and core.training_path and core.path.parent != core.training_path.parent:
-        report['notes'].append(
-            f'megatron.core comes from {core.path} but megatron.training from {core.training_path}: '
-            'two trees are mixed on sys.path'
         )
 
 
@@ -300,12 +300,12 @@ def _target(
 
 
 def _concerns(edit: Edit, one: Resolved) -> bool:
-    pending = [(edit.old, 0)]
+    pending: list[tuple[Any, int]] = [(edit.old, 0)]
     while pending:
         item, level = pending.pop()
         if item is one.original:
             return True
-        if isinstance(item, tuple | frozenset) and level < 3:
+        if type_of(item) in (tuple, frozenset) and level < 3:
             pending.extend((inner, level + 1) for inner in item)
     return False
 

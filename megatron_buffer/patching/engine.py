@@ -25,6 +25,7 @@ from typing import Any
 from megatron_buffer.errors import PatchError
 from megatron_buffer.patching.holders import (
     BASES_SUFFIX,
+    METHOD_WRAPPERS,
     MISSING,
     OWN_PACKAGE,
     Edit,
@@ -164,13 +165,13 @@ class Transaction:
                 if not holders:
                     break
             self._verify(holders)
+            self._report_others()
         except BaseException as error:
             _roll_back(self.edits)
             self.edits = []
             if isinstance(error, PatchError) or not isinstance(error, Exception):
                 raise
             raise PatchError(f'nothing was changed: {type(error).__name__}: {error}') from error
-        self.unreachable += self.find_unreachable(self.edits)
 
     def check_revertible(self) -> None:
         """Makes sure that the defining names are still as ``commit()`` left them.
@@ -237,6 +238,12 @@ class Transaction:
     def _apply(self, edit: Edit) -> None:
         _apply_where_possible(edit, self.edits, self.unreachable)
 
+    def _report_others(self) -> None:
+        try:
+            self.unreachable += self.find_unreachable(self.edits)
+        except Exception:  # a report must not undo what works
+            logger.debug('could not list other holders', exc_info=True)
+
     def _verify(self, remaining: list[Edit]) -> None:
         if remaining:
             where = ', '.join(edit.slot.where for edit in remaining)
@@ -287,7 +294,7 @@ def _instances_of(kind: type) -> int:
 def _faces(original: Any, replacement: Any) -> Iterator[tuple[Any, Any]]:
     """The raw object and, for a static or class method, the function inside it."""
     yield original, replacement
-    if type_of(original) in (staticmethod, classmethod):
+    if type_of(original) in METHOD_WRAPPERS:
         yield original.__func__, replacement.__func__
 
 
@@ -324,7 +331,7 @@ def _replacement(target: Target, original: Any) -> Any:
     else:
         new = _attribute(target.replacement, target.symbol)
     kind = type_of(original)
-    if kind in (staticmethod, classmethod) and type_of(new) is not kind:
+    if kind in METHOD_WRAPPERS and type_of(new) is not kind:
         return kind(new)
     return new
 

@@ -261,8 +261,13 @@ def check_gate(core: CoreInstall, verdict: Verdict) -> None:
     if verdict.matching and core.path is not None:
         return
     reason = unsupported_reason(core)
-    if reason:
+    if reason and lacks_seams(core):
         raise UnsupportedVersionError(reason)
+    if reason:
+        raise UnsupportedVersionError(
+            f'{reason}\nUnlike {verdict.nearest}:\n{verdict.report()}\n'
+            f'To go on all the same: {COMPAT_HINT}.'
+        )
     raise FingerprintError(fingerprint_message(core, verdict))
 
 

@@ -31,12 +31,16 @@ _SHALLOW_ROOTS = frozenset(sys.stdlib_module_names) | {
     *('torch', 'torchgen', 'numpy', 'sympy', 'networkx', 'mpmath', 'triton', 'cuda', 'scipy'),
     *('pandas', 'matplotlib', 'setuptools', 'pkg_resources', 'pytest', '_pytest', 'pluggy'),
     *('hypothesis', 'pydantic', 'pydantic_core', 'rich', 'yaml', 'jinja2'),
-} - {'__main__'}
+}
 """Large general packages: their module variables are compared, but their functions, classes and
 containers are not looked into. Anything deeper there shows up as unreachable."""
 
-_SKIPPED_NAMES = frozenset({'__annotations__', '__builtins__', '__orig_bases__', '__dict__'})
+_SKIPPED_NAMES = frozenset({'__annotations__', '__builtins__', '__orig_bases__', '__dict__'}) | {
+    *('__annotate__', '__annotate_func__', '__annotations_cache__')
+}
 _LEAVES = (str, int, float, bytes, types.NoneType, types.ModuleType, types.BuiltinFunctionType)
+_CONSTANTS: Any = (tuple, frozenset)
+METHOD_WRAPPERS: Any = (staticmethod, classmethod)
 _FUNCTIONS_IN: Mapping[type, tuple[str, ...]] = {
     staticmethod: ('__func__',),
     classmethod: ('__func__',),
@@ -242,12 +246,12 @@ class _Sweep:
             return self.rebuilt[id(value)][1]
         kind = type_of(value)
         new = value
-        if issubclass(kind, tuple | frozenset):
+        if issubclass(kind, _CONSTANTS):
             if level < _MAX_LEVEL and len(value) <= _MAX_ITEMS:
                 items = [self.exchange(item, level + 1) for item in value]
                 if any(a is not b for a, b in zip(items, value, strict=True)):
                     new = getattr(kind, '_make', kind)(items)
-        elif kind is staticmethod or kind is classmethod:
+        elif kind in METHOD_WRAPPERS:
             function = self.exchange(value.__func__, level)
             new = value if function is value.__func__ else kind(function)
         elif kind is types.MethodType:
@@ -362,7 +366,8 @@ class _Sweep:
             if not isinstance(old, type):
                 continue
             for sub in type.__subclasses__(old):
-                if sub is new or is_own(sub.__module__) or issubclass(sub, new) or sub in done:
+                has_it = issubclass(sub, new) and not issubclass(old, new)
+                if sub is new or sub in done or has_it or is_own(sub.__module__):
                     continue
                 done.add(sub)
                 bases = tuple(self.exchange(base, 0) for base in sub.__bases__)

@@ -166,10 +166,9 @@ def _describe(holder: Any, held: Any) -> str | None:
 def _annotates(function: types.FunctionType, held: Any) -> bool:
     if held is function.__defaults__ or held is function.__kwdefaults__:
         return False
-    # CPython keeps annotations as a tuple until somebody asks for the dict
-    return held is function.__annotations__ or (
-        isinstance(held, tuple) and held is not function.__closure__
-    )
+    if isinstance(held, tuple):  # CPython keeps annotations as a tuple until somebody asks
+        return held is not function.__closure__
+    return isinstance(held, dict) and held is not vars(function)
 
 
 def _local_variables(olds: set[int]) -> Iterator[str]:
