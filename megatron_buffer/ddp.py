@@ -26,6 +26,7 @@ from megatron_buffer.agreement import check_against_first, check_agreement
 from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buckets
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
+from megatron_buffer.config import BufferConfig
 from megatron_buffer.errors import ConflictError, LayoutError
 from megatron_buffer.optimizer import DistributedOptimizer
 from megatron_buffer.param_layout import group_params_for_buffers
@@ -175,6 +176,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             ]
             origin = origins[0] if origins else None
             if getattr(buffer.params[0], 'is_managed_by_layer_wise_optimizer', False):
+                self._warn_of_layer_wise_layout()
                 continue
             if origin is None and not self._equals_ours(buffer):
                 found = 'was computed by stock Megatron-Core or by hand'
@@ -187,6 +189,19 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
                 f'{self.runtime.config.source} ({self.runtime.hash}), which lays parameters out '
                 'differently. Compute it with megatron_buffer.DistributedOptimizer'
                 '.compute_full_param_layout under the same config, or leave it out.'
+            )
+
+    def _warn_of_layer_wise_layout(self) -> None:
+        """LayerWise packs its buffers by rules of its own, which no strategy reaches."""
+        config, stock = self.runtime.config, BufferConfig()
+        axes = ('param_order', 'bucketing', 'bucket_isolation', 'padding')
+        ignored = [axis for axis in axes if getattr(config, axis) != getattr(stock, axis)]
+        if ignored:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f'{", ".join(ignored)} of {config.source} do not apply to the parameters that '
+                'LayerWiseDistributedOptimizer manages: it lays their buffers out itself',
             )
 
     def _equals_ours(self, buffer: ParamAndGradBuffer) -> bool:

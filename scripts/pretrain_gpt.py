@@ -170,9 +170,7 @@ class Recorder:
         state = {
             'losses': self.losses,
             'grad_norms': self.grad_norms,
-            'params': copies(
-                (name, param.data) for param, name in param_names(self.model).items()
-            ),
+            'params': copies((name, param.data) for param, name in param_names(self.model).items()),
             'main_grads': self.main_grads,
             'optimizer': optimizer,
         }

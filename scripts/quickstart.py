@@ -4,7 +4,7 @@ Both runs are ``scripts/pretrain_gpt.py`` under torchrun with gloo ranks: the re
 model, distributed optimizer, both overlaps, bf16 parameters with fp32 gradients, several buckets,
 three micro-batches per step, clipping on. Everything they end with is compared bit by bit.
 
-Exit code: 0 if nothing differs, 1 if something does or a run fails.
+Exit code: 0 if nothing differs, 1 if something does or a run fails, 2 for a wrong config.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from megatron_buffer.config import load_config
+from megatron_buffer.errors import MegatronBufferError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / 'scripts' / 'pretrain_gpt.py'
@@ -55,6 +58,11 @@ class Difference(NamedTuple):
 
 def main() -> int:
     options = parse_options()
+    try:
+        load_config(options.config)
+    except MegatronBufferError as error:
+        console.print(f'error: {error}', markup=False, soft_wrap=True)
+        return 2
     started_s = time.monotonic()
     with working_folder(options.keep) as folder:
         console.print(
@@ -248,9 +256,7 @@ def show_losses(stock: dict[str, Any], ours: dict[str, Any]) -> None:
     console.print(table)
 
 
-def show_comparison(
-    stock: list[dict[str, Any]], ours: list[dict[str, Any]], steps: int
-) -> bool:
+def show_comparison(stock: list[dict[str, Any]], ours: list[dict[str, Any]], steps: int) -> bool:
     """Compares all ranks' states bit by bit; True if there was something to compare and it agrees."""
     table = Table(title='Comparison, bit by bit, all ranks', title_justify='left')
     for column in ('what', 'tensors', 'elements', 'differ'):
@@ -285,7 +291,9 @@ def show_comparison(
     elif is_equal:
         console.print(f'[bold green]{total:,} tensors compared, 0 differ.[/]')
     else:
-        console.print(f'[bold red]{total:,} tensors compared, {len(differences)} differ.[/]')
+        curves_too = '' if curves[0] == curves[1] else ' Losses or gradient norms differ.'
+        counted = f'{total:,} tensors compared, {len(differences)} differ.'
+        console.print(f'[bold red]{counted}{curves_too}[/]')
     return is_equal and is_complete
 
 
@@ -338,15 +346,16 @@ def show_layout(layout: dict[str, Any]) -> None:
 
 def summary(names: list[str]) -> str:
     """Parameter names with what neighbours share written once: a line per layer or module."""
-    lines: list[str] = []
-    split = [re.match(r'(?:module\.)*(.*?layers\.\d+|[^.]+)\.(.*)', name) for name in names]
-    parts = [(found[1], found[2]) if found else ('', name) for found, name in zip(split, names)]
-    for owner, in_owner in itertools.groupby(parts, key=lambda part: part[0]):
+    parts = []
+    for name in names:
+        found = re.match(r'(?:module\.)*(.*?layers\.\d+|[^.]+)\.(.+)', name)
+        parts.append((found[1], found[2]) if found else ('', name))
+    lines = []
+    for owner, inside in itertools.groupby(parts, key=lambda part: part[0]):
+        split = [name.rpartition('.') for _, name in inside]
         modules = [
-            f'{module}.{{{", ".join(leaf for *_, leaf in leaves)}}}'
-            for module, leaves in itertools.groupby(
-                (name.rpartition('.') for _, name in in_owner), key=lambda parts: parts[0]
-            )
+            f'{module}.'.lstrip('.') + f'{{{", ".join(leaf for *_, leaf in leaves)}}}'
+            for module, leaves in itertools.groupby(split, key=lambda parts: parts[0])
         ]
         lines.append(f'{owner}: {" ".join(modules)}')
     return '\n'.join(lines)
@@ -375,7 +384,7 @@ def check_classes(layouts: dict[str, dict[str, Any]]) -> bool:
     is_right = all(name.startswith('megatron.') for name in classes['stock'])
     is_right = is_right and all(name.startswith('megatron_buffer.') for name in classes['ours'])
     for name, found in classes.items():
-        console.print(f'Buffers of the {name} run: {", ".join(sorted(found))}')
+        console.print(f'buffers, {name}: {", ".join(sorted(found))}')
     if not is_right:
         console.print('[bold red]The runs did not use the buffers they should have.[/]')
     return is_right

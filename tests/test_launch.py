@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -76,7 +77,9 @@ def make_script(folder: Path, code: str, name: str = 'script.py') -> str:
 # Flags
 
 
-@given(st.lists(st.sampled_from(THEIRS)), st.lists(st.tuples(st.sampled_from(OURS), st.integers(0))))
+@given(
+    st.lists(st.sampled_from(THEIRS)), st.lists(st.tuples(st.sampled_from(OURS), st.integers(0)))
+)
 def test_flags_are_found_anywhere_and_the_rest_is_kept(
     theirs: list[str], ours: list[tuple[tuple[str, ...], int]]
 ) -> None:
@@ -123,7 +126,10 @@ def test_misspelt_flags(typed: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--custom-buffer-verbosity', '3'], 'the flags of megatron-buffer are --use-custom-buffer, '),
+        (
+            ['--custom-buffer-verbosity', '3'],
+            'the flags of megatron-buffer are --use-custom-buffer, ',
+        ),
         (['--custom-buffer-config'], 'argument --custom-buffer-config: expected one argument'),
         (
             ['--custom-buffer-config', '--use-custom-buffer'],
@@ -184,16 +190,8 @@ def without_torch(tmp_path: Path) -> str:
             'schema_version: 1\npadding: {name: megatron, param_start_elem: 64}\n',
             'param_start_elem',
         ),
-        (
-            ['--use-custom-buffer', '--custom-buffer-config=nowhere.yaml'],
-            '',
-            'nowhere.yaml',
-        ),
-        (
-            ['--use-custom-buffer', '--custom-buffer-config', 'recomended'],
-            '',
-            'recomended',
-        ),
+        (['--use-custom-buffer', '--custom-buffer-config=nowhere.yaml'], '', 'nowhere.yaml'),
+        (['--use-custom-buffer', '--custom-buffer-config', 'recomended'], '', 'recomended'),
     ],
     ids=['misspelt', 'switch missing', 'bad key', 'no file', 'no such name'],
 )
@@ -353,8 +351,7 @@ def test_install_that_fails(
 def test_errors_that_come_while_the_script_runs(tmp_path: Path, without_torch: str) -> None:
     flags = ['--use-custom-buffer', '--custom-buffer-config', 'upstream']
     conflict = make_script(
-        tmp_path,
-        'from megatron_buffer.errors import ConflictError\nraise ConflictError("both")',
+        tmp_path, 'from megatron_buffer.errors import ConflictError\nraise ConflictError("both")'
     )
     done = run_with_stub(tmp_path, conflict, *flags, PYTHONPATH=without_torch)
     assert (done.returncode, done.stderr) == (2, 'megatron-buffer: error: both\n')
@@ -508,7 +505,53 @@ def test_missing_args_are_not_set() -> None:
 
 # The whole of it: the real training loop
 
-MEGATRON_FLAGS = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16", "--vocab-size", "127", "--tokenizer-type", "NullTokenizer", "--mock-data", "--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2", "--lr", "1e-3", "--eval-iters", "0", "--log-interval", "1", "--num-workers", "0", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--transformer-impl", "local", "--attention-backend", "unfused", "--distributed-backend", "gloo", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion"]
+MEGATRON_FLAGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--vocab-size",
+    "127",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--mock-data",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "2",
+    "--lr",
+    "1e-3",
+    "--eval-iters",
+    "0",
+    "--log-interval",
+    "1",
+    "--num-workers",
+    "0",
+    "--bf16",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--transformer-impl",
+    "local",
+    "--attention-backend",
+    "unfused",
+    "--distributed-backend",
+    "gloo",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+]
 PRETRAIN = str(ROOT / 'scripts' / 'pretrain_gpt.py')
 
 
@@ -532,6 +575,48 @@ def test_training_through_the_buffer(tmp_path: Path) -> None:
     (buffer,) = layout['buffers']
     assert buffer['class'].startswith('megatron_buffer.')
     assert len(buffer['buckets']) > 2
+
+
+def test_quickstart_sees_every_kind_of_difference() -> None:
+    import torch
+
+    spec = importlib.util.spec_from_file_location('quickstart', ROOT / 'scripts' / 'quickstart.py')
+    assert spec is not None
+    assert spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+
+    def state(**tensors: Any) -> dict[str, Any]:
+        filled = {'same': torch.tensor([float('nan'), 1.0]), 'step': torch.tensor(3.0)}
+        kinds = {kind: dict(filled) for kind in quickstart.KINDS}
+        kinds['params'].update(tensors)
+        return kinds | {'losses': [1.0, 0.5], 'grad_norms': [2.0, 2.0]}
+
+    def agree(stock: dict[str, Any], ours: dict[str, Any], steps: int = 2) -> bool:
+        return quickstart.show_comparison([stock], [ours], steps)
+
+    x = torch.tensor([0.0, 1.0])
+    assert agree(state(x=x), state(x=x.clone()))
+    for other in (
+        state(),
+        state(x=x, y=x),
+        state(x=x.double()),
+        state(x=x.view(2, 1)),
+        state(x=torch.tensor([-0.0, 1.0])),
+        state(x=x) | {'losses': [1.0, 0.25]},
+        state(x=x) | {'grad_norms': [2.0, 1.0]},
+    ):
+        assert not agree(state(x=x), other)
+    assert not agree(state(x=x), state(x=x), steps=3)
+    empty = state(x=x) | {'main_grads': {}}
+    assert not agree(empty, empty)
+    names = [
+        'module.module.decoder.layers.1.mlp.fc.bias',
+        'module.module.decoder.layers.1.mlp.fc.weight',
+    ]
+    assert quickstart.summary([*names, 'module.head.weight']) == (
+        'decoder.layers.1: mlp.fc.{bias, weight}\nhead: {weight}'
+    )
 
 
 @pytest.mark.parametrize(

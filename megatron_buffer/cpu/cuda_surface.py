@@ -156,7 +156,11 @@ def _replace_device(ledger: Ledger) -> None:
         ('current_device', 0, 'param_and_grad_buffer.py: device of the buffers'),
         ('set_device', None, 'training/initialize.py: _initialize_distributed'),
         ('get_device_properties', properties, 'training/utils: get_device_arch_version'),
-        ('get_device_capability', _CAPABILITY, 'training/arguments.py: is fp8/grouped gemm possible'),
+        (
+            'get_device_capability',
+            _CAPABILITY,
+            'training/arguments.py: is fp8/grouped gemm possible',
+        ),
         ('get_device_name', properties.name, 'training/gpu_sniff_test.py'),
         ('synchronize', None, 'core/timers.py, schedules, checkpointing'),
         ('is_current_stream_capturing', False, 'token_dispatcher.py, torch.optim: no CUDA graphs'),
@@ -345,7 +349,10 @@ def _replace_compilers(ledger: Ledger) -> None:
         'schedules.py: forward_step under --enable-autocast',
     )
     ledger.replace(
-        torch, 'load', _with_cpu_map_location(torch.load), 'checkpoints saved with map_location=cuda'
+        torch,
+        'load',
+        _with_cpu_map_location(torch.load),
+        'checkpoints saved with map_location=cuda',
     )
 
 
@@ -368,5 +375,3 @@ def _with_cpu_map_location(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*bound.args, **bound.kwargs)
 
     return load
-
-

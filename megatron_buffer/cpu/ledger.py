@@ -135,5 +135,7 @@ def _module_values(skip: str = '') -> list[tuple[types.ModuleType, str, Any]]:
             continue
         if module_name.startswith(__name__.rpartition('.')[0]):
             continue  # our own wrappers keep the originals that they call
-        found += [(module, key, value) for key, value in list(vars(module).items()) if callable(value)]
+        found += [
+            (module, key, value) for key, value in list(vars(module).items()) if callable(value)
+        ]
     return found

@@ -14,7 +14,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import logging
+import os
 import sys
 from typing import Any
 
@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_buffer.cpu.ledger import Ledger
-
-logger = logging.getLogger('megatron_buffer.cpu')
 
 _DATASET_HELPERS = 'megatron.core.datasets.helpers_cpp'
 
@@ -49,7 +47,9 @@ def _free_gloo_groups(ledger: Ledger) -> None:
 
     @functools.wraps(original)
     def destroy_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        groups = [
+            group for group in parallel_state._global_process_group_list or () if group is not None
+        ]
         result = original(*args, **kwargs)
         if not dist.is_initialized():
             retired.clear()
@@ -157,33 +157,32 @@ def _skip_dataset_compilation(ledger: Ledger) -> None:
 
 def _load_wheel_helpers(ledger: Ledger) -> bool:
     """Makes the wheel's compiled dataset helper stand for the checkout's; False if there is none."""
+    path = _wheel_helpers()
+    spec = importlib.util.spec_from_file_location(_DATASET_HELPERS, path) if path else None
+    if spec is None or spec.loader is None:
+        return False
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    parent, _, name = _DATASET_HELPERS.rpartition('.')
+    package = sys.modules[parent]
+    sys.modules[_DATASET_HELPERS] = module
+    setattr(package, name, module)
+
+    def forget() -> None:
+        sys.modules.pop(_DATASET_HELPERS, None)
+        if getattr(package, name, None) is module:
+            delattr(package, name)
+
+    ledger.on_undo(forget)
+    return True
+
+
+def _wheel_helpers() -> str | None:
+    """Path of the compiled dataset helper in the installed megatron-core, for this Python."""
     try:
         wheel = importlib.metadata.distribution('megatron-core')
     except importlib.metadata.PackageNotFoundError:
-        return False
-    parent, _, name = _DATASET_HELPERS.rpartition('.')
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = wheel.locate_file(f'{_DATASET_HELPERS.replace(".", "/")}{suffix}')
-        spec = importlib.util.spec_from_file_location(_DATASET_HELPERS, str(path))
-        try:
-            module = importlib.util.module_from_spec(spec) if spec is not None else None
-        except ImportError:
-            continue
-        if spec is None or spec.loader is None or module is None:
-            continue
-        spec.loader.exec_module(module)
-        sys.modules[_DATASET_HELPERS] = module
-        package = sys.modules[parent]
-        setattr(package, name, module)
-        logger.debug('dataset helper taken from the wheel: %s', path)
-
-        def forget() -> None:
-            sys.modules.pop(_DATASET_HELPERS, None)
-            if getattr(package, name, None) is module:
-                delattr(package, name)
-
-        ledger.on_undo(forget)
-        return True
-    return False
-
-
+        return None
+    stem = _DATASET_HELPERS.replace('.', '/')
+    paths = (str(wheel.locate_file(stem + s)) for s in importlib.machinery.EXTENSION_SUFFIXES)
+    return next(filter(os.path.exists, paths), None)
