@@ -63,7 +63,7 @@ def check_against_first(what: str, key: str, mine: str) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store = dist.PrefixStore(
+    store: Any = dist.distributed_c10d.PrefixStore(
         'megatron_buffer/agreement', dist.distributed_c10d._get_default_store()
     )
     entry = json.dumps([dist.get_rank(), mine])

@@ -23,6 +23,7 @@ from megatron_buffer.collectives import (
 from megatron_buffer.errors import LayoutError, ReadinessError
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.bucket_groups import BufferBuckets
+from megatron_buffer.strategies.reduce import ReduceKind
 from megatron_buffer.strategies.unused import WindowState
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
@@ -61,7 +62,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         self.grad_reduce_dispatched = False
         with reduce_scatter_global_preserved():
             super().__init__(buckets, ddp_config, collective_group, collective_group_size)
-        self.reduce_kind = self.runtime.grad_reduce.kind(
+        self.reduce_kind: ReduceKind = self.runtime.grad_reduce.kind(
             dist_opt=ddp_config.use_distributed_optimizer,
             fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         )

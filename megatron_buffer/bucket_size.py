@@ -32,6 +32,7 @@ def resolve_bucket_size(
     disable_bucketing: bool,
     pp_rank: int,
     dp_size: int,
+    dp_cp_size: int | None = None,
 ) -> BucketSize:
     """Applies Megatron's rule.
 
@@ -43,6 +44,7 @@ def resolve_bucket_size(
         disable_bucketing: Set by the wrap sites for model chunks after the first.
         pp_rank: Pipeline rank; only stage 0's reduction is on the critical path.
         dp_size: Size of the data-parallel group.
+        dp_cp_size: Its size with context parallelism, from which megatron.training takes its default.
 
     Returns:
         The size in use and the reason.
@@ -61,9 +63,10 @@ def resolve_bucket_size(
         )
     if configured_elems is not None:
         return BucketSize(configured_elems, 'bucketing.bucket_size_elems of the config')
-    default = default_bucket_size(dp_size)
     if num_buckets is not None and ddp_bucket_size_elems is not None:
         return BucketSize(ddp_bucket_size_elems, f'from num_buckets={num_buckets}')
-    if ddp_bucket_size_elems is None or ddp_bucket_size_elems == default:
-        return BucketSize(default, f'default: max(40,000,000, 1,000,000 x dp_size={dp_size})')
+    for size in (dp_size, dp_cp_size or dp_size):
+        default = default_bucket_size(size)
+        if ddp_bucket_size_elems in (None, default):
+            return BucketSize(default, f'default: max(40,000,000, 1,000,000 x dp_size={size})')
     return BucketSize(ddp_bucket_size_elems, 'ddp_config.bucket_size')

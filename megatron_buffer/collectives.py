@@ -20,7 +20,7 @@ from megatron_buffer.strategies.reduce import ReduceKind
 if TYPE_CHECKING:
     from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
 
-_pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
+_pgb: Any = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
 _fp32_rs = importlib.import_module(
     'megatron.core.distributed.reduce_scatter_with_fp32_accumulation'
 )
@@ -61,7 +61,7 @@ class AllReduce:
     def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
         """One coalesced launch over the group's buckets."""
         pg = group.communication_group
-        with dist._coalescing_manager(pg, async_ops=async_op) as handle:
+        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for bucket in group.buckets:
                 dist.all_reduce(bucket.grad_data, op=op, group=pg, async_op=async_op)
         return handle if async_op else None
@@ -73,7 +73,7 @@ class ReduceScatter:
     def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
         """One coalesced launch over the group's buckets."""
         pg = group.communication_group
-        with dist._coalescing_manager(pg, async_ops=async_op) as handle:
+        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for index, bucket in enumerate(group.buckets):
                 dist.reduce_scatter_tensor(
                     group.owned_grad_shard(index),
@@ -156,7 +156,7 @@ def _all_reduce_across_instances(group: ParamAndGradBucketGroup, op: Any) -> Non
     """Each instance holds the sum over its own ranks; owners of the same shard add theirs up."""
     pg = group.inter_distributed_optimizer_instance_group
     assert pg is not None, 'DDP sets the inter-instance group of every bucket group'
-    with dist._coalescing_manager(pg, async_ops=False):
+    with _pgb._coalescing_manager(pg, async_ops=False):
         for index in range(len(group.buckets)):
             dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
 
@@ -175,7 +175,7 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
     dtypes = [bucket.param_data.dtype for bucket in group.buckets]
     handles: list[Waitable] = []
     for launch in group.runtime.param_gather.launches(dtypes, dist.get_backend(pg)):
-        with dist._coalescing_manager(pg, async_ops=async_op) as handle:
+        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for index in launch:
                 dist.all_gather_into_tensor(
                     group.buckets[index].param_data,

@@ -264,6 +264,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             disable_bucketing=disable_bucketing,
             pp_rank=self._pp_rank(),
             dp_size=self.dp_group.size(),
+            dp_cp_size=self.dp_cp_group.size(),
         )
         assert size.elems == self.bucket_size, (size, self.bucket_size)
         resolved = 'none' if size.elems is None else f'{size.elems:,} elements'

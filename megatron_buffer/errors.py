@@ -210,13 +210,13 @@ def start_watch() -> bool:
         if _watch.owner is owner:
             return True
         stop_watch()
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         connection = store.clone()
     except Exception as error:  # a store kind that cannot be cloned
         logger.warning('no failure watch: %s cannot be cloned (%s)', type(store).__name__, error)
         return False
-    private = dist.PrefixStore('megatron_buffer/failure_watch', connection)
+    private = dist.distributed_c10d.PrefixStore('megatron_buffer/failure_watch', connection)
     _watch = _FailureWatch(private, dist.get_rank(), dist.get_world_size(), owner)
     _watch.start()
     _hook_excepthook()

@@ -111,14 +111,22 @@ class BufferLayout:
         """Elements that belong to no parameter: alignment gaps and end pads."""
         return self.numel_elems - self.numel_params_elems
 
-    def slots_of(self, bucket: int) -> list[ParamSlot]:
-        """Slots of one bucket, in layout order."""
-        return [slot for slot in self.slots if slot.bucket == bucket]
+    def slots_by_bucket(self) -> list[list[ParamSlot]]:
+        """The slots of each bucket, in layout order."""
+        result: list[list[ParamSlot]] = [[] for _ in self.buckets]
+        for slot in self.slots:
+            result[slot.bucket].append(slot)
+        return result
 
     def fingerprint(self) -> str:
         """Hash of everything that two ranks must agree on: names, offsets, cuts."""
         named = [
-            (self.names[s.param] if self.names else s.param, s.start_elems, s.end_elems, s.bucket)
+            (
+                (self.names[s.param] if self.names else '') or s.param,
+                s.start_elems,
+                s.end_elems,
+                s.bucket,
+            )
             for s in self.slots
         ]
         spans = [(b.start_elems, b.end_elems, b.numel_unpadded) for b in self.buckets]
@@ -128,8 +136,8 @@ class BufferLayout:
     def check(self, specs: Sequence[ParamSpec]) -> None:
         """Checks the invariants that Megatron-Core relies on.
 
-        Every parameter lies in exactly one bucket, none overlap, bucket ids rise by one, buckets touch
-        each other, and starts, ends and shards divide by ``dp_size``.
+        Every parameter lies in exactly one bucket at an aligned start, none overlap, bucket ids rise by
+        one, no bucket is empty, buckets touch each other, and their ends divide by ``dp_size``.
 
         Raises:
             LayoutError: Naming the first parameter or bucket that breaks one.
@@ -139,26 +147,50 @@ class BufferLayout:
                 f'layout: {len(self.slots)} slots for {len(specs)} parameters; each parameter must be '
                 'laid out exactly once'
             )
-        cursor, bucket = 0, 0
+        self._check_buckets()
+        cursor, bucket = 0, -1
+        last_end = [0] * len(self.buckets)
         for slot in self.slots:
             name = specs[slot.param].name or f'parameter {slot.param}'
-            span = self.buckets[slot.bucket]
-            if slot.bucket not in (bucket, bucket + 1):
+            if slot.bucket not in (bucket, bucket + 1) or not 0 <= slot.bucket < len(self.buckets):
                 raise LayoutError(
-                    f'layout: {name} is in bucket {slot.bucket} after bucket {bucket}'
+                    f'layout: {name} is in bucket {slot.bucket} of {len(self.buckets)}, after bucket '
+                    f'{bucket}; bucket ids must rise by one'
                 )
-            if slot.start_elems < cursor or slot.start_elems < span.start_elems:
+            span = self.buckets[slot.bucket]
+            if slot.start_elems < max(cursor, span.start_elems):
                 raise LayoutError(
                     f'layout: {name} starts at {slot.start_elems}, inside what precedes it'
                 )
+            if slot.start_elems % self.alignment.param_start_elems:
+                raise LayoutError(
+                    f'layout: {name} starts at {slot.start_elems}, which is no multiple of '
+                    f'{self.alignment.param_start_elems}'
+                )
             if slot.end_elems - slot.start_elems != specs[slot.param].numel_elems:
-                raise LayoutError(f'layout: {name} has the wrong size')
+                raise LayoutError(
+                    f'layout: {name} has {slot.end_elems - slot.start_elems} elements of its '
+                    f'{specs[slot.param].numel_elems}'
+                )
             if slot.end_elems > span.end_elems:
                 raise LayoutError(f'layout: {name} ends behind bucket {slot.bucket}')
             cursor, bucket = slot.end_elems, slot.bucket
+            last_end[bucket] = cursor
+        if bucket != len(self.buckets) - 1:
+            raise LayoutError(f'layout: bucket {bucket + 1} holds no parameter')
+        for index, (span, end) in enumerate(zip(self.buckets, last_end, strict=True)):
+            unpadded_end = span.start_elems + span.numel_unpadded
+            if not end <= unpadded_end <= span.end_elems:
+                raise LayoutError(
+                    f'layout: bucket {index} records {span.numel_unpadded} unpadded elements; they must '
+                    f'reach from {span.start_elems} to between {end} and {span.end_elems}'
+                )
+
+    def _check_buckets(self) -> None:
+        """Buckets touch each other, and their ends divide by ``dp_size``."""
         start = 0
         for index, span in enumerate(self.buckets):
-            if span.start_elems != start or span.end_elems % self.dp_size:
+            if span.start_elems != start or span.end_elems < start or span.end_elems % self.dp_size:
                 raise LayoutError(
                     f'layout: bucket {index} is [{span.start_elems}, {span.end_elems}); it must start '
                     f'at {start} and its end must divide by {self.dp_size}'
@@ -229,7 +261,8 @@ def _place(
         alone = isolate and strategies.bucket_isolation.is_alone(spec.name, spec.shared_embedding)
         start = round_up(cursor, alignment.param_start_elems)
         if alone and is_open:
-            start = bucket_start = close(start)
+            bucket_start = close(start)
+            start = round_up(bucket_start, alignment.param_start_elems)
         cursor = start + spec.numel_elems
         slots.append(ParamSlot(index, start, cursor, len(buckets)))
         is_open = True
@@ -277,6 +310,11 @@ def plan_layout(
     specs = [p if isinstance(p, ParamSpec) else ParamSpec(numel_elems=p) for p in params]
     if dp_size < 1:
         raise LayoutError(f'plan_layout: dp_size is {dp_size}; it must be at least 1')
+    for index, spec in enumerate(specs):
+        if spec.numel_elems < 0:
+            raise LayoutError(
+                f'plan_layout: {spec.name or f"parameter {index}"} has {spec.numel_elems} elements'
+            )
     strategies = LayoutStrategies.from_config(load_config(config))
     layout = compute_buffer_layout(
         specs,

@@ -164,7 +164,7 @@ def _convert(
     strategies = dataclasses.replace(runtime.layout, param_order=_AS_LISTED)
     layout = compute_buffer_layout(specs, strategies, **how)
     layout.check(specs)
-    converted = PerBufferParamLayout(
+    converted: Any = PerBufferParamLayout(
         param_index_map={
             params[slot.param]: (slot.start_elems, slot.end_elems, slot.bucket)
             for slot in layout.slots

@@ -277,7 +277,7 @@ def check_pure(case: Case) -> None:
         assert ours.numel_elems == (layout.bucket_indices[-1][1] if case.params else 0)
         assert ours.numel_params_elems + ours.padding_elems == ours.numel_elems
         assert ours.numel_params_elems == sum(param.numel for param in case.params)
-        assert [len(ours.slots_of(bucket)) for bucket in range(len(ours.buckets))] == [
+        assert [len(slots) for slots in ours.slots_by_bucket()] == [
             sum(span[2] == bucket for span in layout.param_index_map.values())
             for bucket in range(len(layout.bucket_indices))
         ]

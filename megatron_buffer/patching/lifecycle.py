@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from megatron_buffer import errors
 from megatron_buffer.errors import (
     ConfigError,
     FingerprintError,
@@ -115,7 +116,8 @@ def _install(config: BufferConfig, digest: str, groups: list[str], compat: Compa
     _state.transactions.append(transaction)
     _log_once_per_job(
         f'installed buffer config {config.source} ({digest}): {len(transaction.edits)} names of '
-        'megatron-core replaced'
+        'megatron-core replaced; optimizer checkpoints are stock Megatron-Core\'s (what checkpoint asks '
+        'for is not built yet)'
     )
     unreachable = transaction.unreachable
     if unreachable:
@@ -218,6 +220,7 @@ def _uninstall(*, force: bool) -> None:
         _state.transactions[-1].revert()
         _state.transactions.pop()
     runtime.set_installed(None)
+    errors.stop_watch()
     _state = None
 
 

@@ -60,10 +60,20 @@ class GoldenLazyTracker:
 
     def __init__(self, params: Iterable[Hashable]) -> None:
         self.params = list(params)
-        self.counts: Counts = {}
         self.is_first_batch = True
+        self._counts: Counts = {}
         self._golden: Counts = {}
         self._unequal = 0
+
+    @property
+    def counts(self) -> Counts:
+        """Counts of this window."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self._counts = counts
+        self._recount()
 
     @property
     def golden(self) -> Counts:
@@ -77,8 +87,8 @@ class GoldenLazyTracker:
 
     def register(self, param: Hashable) -> bool:
         """Counts a gradient; in the learned windows tells when the group became complete."""
-        count = self.counts.get(param, 0)
-        self.counts[param] = count + 1
+        count = self._counts.get(param, 0)
+        self._counts[param] = count + 1
         if self.is_first_batch:
             return False
         expected = self._golden.get(param, 0)
@@ -98,7 +108,6 @@ class GoldenLazyTracker:
             self._golden = self.counts
             self.is_first_batch = False
         self.counts = {}
-        self._recount()
 
     def missing(self) -> list[Hashable]:
         """In the first window, parameters without any gradient; later, those short of golden."""

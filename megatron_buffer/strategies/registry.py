@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_buffer.config_types import StrategyParams
 from megatron_buffer.errors import RegistryError
 
 _AXIS_MODULES = {
@@ -57,7 +58,7 @@ def strategy(axis: str, params_type: type) -> Callable[[_T], _T]:
     return register
 
 
-def make_strategy(axis: str, params: Any) -> Any:
+def make_strategy(axis: str, params: StrategyParams) -> Any:
     """Returns the strategy object for ``params``, as the config holds them for ``axis``.
 
     Raises:
@@ -66,8 +67,7 @@ def make_strategy(axis: str, params: Any) -> Any:
     if axis not in _AXIS_MODULES:
         raise RegistryError(f'unknown axis {axis!r}; there are {", ".join(_AXIS_MODULES)}')
     importlib.import_module(f'megatron_buffer.strategies.{_AXIS_MODULES[axis]}')
-    params_type: type = type(params)
-    cls = _BUILT_IN.get((axis, params_type))
+    cls: type[Any] | None = _BUILT_IN.get((axis, type(params)))
     if cls is None:
         from megatron_buffer.config_catalog import third_party_strategy
 

@@ -52,7 +52,8 @@ class UpstreamUnused:
     """An error only where stock would assert, but at once and by name.
 
     Stock asserts when some but not all parameters of a group got a gradient in the first iteration,
-    or when a later one does not repeat the first one's counts exactly. A group that never gets any
+    or when a later one does not repeat the first one's counts exactly; with several optimizer instances
+    it goes on in the latter case with gradients that were never reduced, which is an error here. A group that never gets any
     gradient is reduced as zeros for ever, without an error; DDP names its parameters in one warning.
     """
 
