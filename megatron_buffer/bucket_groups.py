@@ -125,8 +125,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        if self.readiness.is_first_batch and self.ddp_config.overlap_grad_reduce:
-            self.runtime.unused_params.check(self._window())
+        if self.readiness.is_first_batch or self.grad_reduce_dispatched:
+            self._check_window()
         self.readiness.reset()
         self.is_last_microbatch = True
         self.grad_reduce_finished = False
@@ -224,8 +224,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         Raises:
             ReadinessError: If gradients are missing where stock would assert, by name.
         """
-        if self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
-            self.runtime.unused_params.check(self._window())
+        if not self.grad_reduce_finished:
+            self._check_window()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -251,16 +251,21 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             self._post_param_sync()
         self.param_gather_dispatched = True
 
-    def _window(self) -> WindowState:
+    def _check_window(self) -> None:
+        """Lets the unused_params strategy judge a window that is not as it should be."""
         tracker = self.readiness
-        surplus = getattr(tracker, 'surplus', list)()
-        return WindowState(
-            missing=self._names(tracker.missing()),
-            surplus=self._names(surplus),
-            num_registered=len(tracker.counts),
-            num_params=len(self.params),
-            is_first_batch=tracker.is_first_batch,
-            dispatched=self.grad_reduce_dispatched,
+        if not self.ddp_config.overlap_grad_reduce or tracker.is_regular():
+            return
+        self.runtime.unused_params.check(
+            WindowState(
+                missing=self._names(tracker.missing()),
+                surplus=self._names(tracker.surplus()),
+                num_registered=len(tracker.counts),
+                num_params=len(self.params),
+                is_first_batch=tracker.is_first_batch,
+                dispatched=self.grad_reduce_dispatched,
+                has_handle=self.ddp_config.num_distributed_optimizer_instances == 1,
+            )
         )
 
     def _names(self, params: Sequence[Any]) -> list[str]:

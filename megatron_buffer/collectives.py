@@ -73,9 +73,10 @@ class ReduceScatter:
     def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
         """One coalesced launch over the group's buckets."""
         pg = group.communication_group
+        reduce_scatter = _plain_reduce_scatter()
         with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for index, bucket in enumerate(group.buckets):
-                dist.reduce_scatter_tensor(
+                reduce_scatter(
                     group.owned_grad_shard(index),
                     bucket.grad_data,
                     op=op,
@@ -83,6 +84,14 @@ class ReduceScatter:
                     async_op=async_op,
                 )
         return handle if async_op else None
+
+
+def _plain_reduce_scatter() -> Any:
+    """Upstream's module-level function, unless a stock model has set it to the one with fp32 sums."""
+    function = _pgb.dist_reduce_scatter_func
+    if function is _fp32_rs.reduce_scatter_with_fp32_accumulation:
+        return dist.reduce_scatter_tensor
+    return function
 
 
 class AllToAllFp32Sum:
@@ -177,7 +186,7 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
     for launch in group.runtime.param_gather.launches(dtypes, dist.get_backend(pg)):
         with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for index in launch:
-                dist.all_gather_into_tensor(
+                _pgb.dist_all_gather_func(
                     group.buckets[index].param_data,
                     group.owned_param_shard(index),
                     group=pg,

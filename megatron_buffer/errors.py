@@ -72,8 +72,11 @@ class LiveModelsError(PatchError):
     """``uninstall()`` was asked for while wrapped models are still alive."""
 
 
-class ReadinessError(MegatronBufferError, RuntimeError):
-    """Gradients of a bucket group are missing, or were synchronised twice; parameters are named."""
+class ReadinessError(MegatronBufferError, RuntimeError, AssertionError):
+    """Gradients of a bucket group are missing, or were synchronised twice; parameters are named.
+
+    Also an ``AssertionError``: that is what stock raises, without a word, in the same places.
+    """
 
 
 class RankMismatchError(MegatronBufferError, RuntimeError):

@@ -37,10 +37,10 @@ def run_rank(settings: Settings, payload: bytes, rank: int) -> None:
     """Run the function in a fork of the server and leave its result, or its error, in the folder."""
     folder = settings.folder
     _die_with_the_tests()
-    output = os.open(folder / f'output.{rank}', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(folder / f'output.{rank}', os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    stack = os.open(folder / f'stack.{rank}', os.O_WRONLY | os.O_CREAT)
+    stack = os.open(folder / f'stack.{rank}', os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=sys.__stderr__)
     try:

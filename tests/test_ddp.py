@@ -244,8 +244,42 @@ def _too_many_backwards(rank: int, world_size: int) -> str:
 
 def test_a_window_that_does_not_repeat_the_first_ones_counts_is_explained() -> None:
     for message in run_ranks(_too_many_backwards, 2):
-        assert 'too few gradients' in message
+        assert 'too few for' in message
         assert 'no_sync()' in message
+
+
+def _late(rank: int, world_size: int) -> list[str]:
+    """Stock is silently wrong here (UPSTREAM.md F1, three synced backwards after a window of one)."""
+    import logging
+
+    import megatron_buffer
+    from tests import small_model as sm
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger('megatron_buffer').addHandler(handler)
+    model = sm.wrap(
+        sm.make_net(),
+        megatron_buffer.DistributedDataParallel,
+        overlap_grad_reduce=True,
+        bucket_size=100,
+    )
+    sm.run_window(model, rank, 0, micro_batches=1)
+    model.zero_grad_buffer()
+    for _ in range(2):
+        model(sm.batch(rank, 1, 0)).square().mean().backward()
+        for group in model.bucket_groups:  # stock asserts if the first reduction is still in flight
+            group.finish_grad_sync()
+    model.finish_grad_sync()
+    model.zero_grad_buffer()  # ends the window
+    return [text for text in records if 'after their bucket group' in text]
+
+
+def test_a_gradient_after_the_reduction_is_named_in_a_warning() -> None:
+    for warnings in run_ranks(_late, 2):
+        assert len(warnings) == 1
+        assert 'too many for' in warnings[0]
 
 
 def _wholly_unused(rank: int, world_size: int) -> list[str]:

@@ -164,6 +164,7 @@ def window(**changes: Any) -> WindowState:
         'num_params': 3,
         'is_first_batch': False,
         'dispatched': False,
+        'has_handle': True,
     }
     return WindowState(**plain | changes)
 
@@ -196,9 +197,7 @@ def test_unused_is_an_error_only_where_stock_asserts(
 
 
 def test_unused_names_what_is_too_few_and_too_many() -> None:
-    with pytest.raises(
-        ReadinessError, match=r'too few gradients for a\.w; too many for b\.w, c\.w'
-    ):
+    with pytest.raises(ReadinessError, match=r'too few for a\.w; too many for b\.w, c\.w'):
         UPSTREAM.unused_params.check(window(missing=['a.w'], surplus=['b.w', 'c.w']))
     with pytest.raises(ReadinessError, match=r': too many for b\.w\. '):
         UPSTREAM.unused_params.check(window(surplus=['b.w']))
@@ -206,6 +205,17 @@ def test_unused_names_what_is_too_few_and_too_many() -> None:
         UPSTREAM.unused_params.check(
             window(missing=['a.w', 'b.w'], num_registered=3, num_params=5, is_first_batch=True)
         )
+
+
+@pytest.mark.parametrize('state', [{'has_handle': False}, {'dispatched': True}])
+def test_unused_warns_once_where_stock_is_silently_wrong(
+    state: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    unused = Runtime(BufferConfig()).unused_params
+    for _ in range(2):
+        unused.check(window(surplus=['b.w'], **state))
+    assert [record.levelname for record in caplog.records] == ['WARNING']
+    assert 'too many for b.w' in caplog.text
 
 
 def test_unused_shortens_long_lists() -> None:

@@ -131,6 +131,8 @@ def wrap(case: TrainCase) -> SimpleNamespace:
         pad_buckets_for_high_nccl_busbw=case.high_busbw,
     )
     chunks = []
+    # One by one, unlike get_model: a constructor that waits for another pipeline stage would hang here,
+    # since stages meet while they build the next chunk's embedding.
     for i in range(case.vpp or 1):
         model = build_model(case, i if case.vpp else None)
         config: Any = model.config

@@ -37,8 +37,16 @@ class ReadinessTracker(Protocol):
         """Ends the window."""
         ...
 
+    def is_regular(self) -> bool:
+        """True when nothing is missing and nothing is too much; cheap, asked once per window."""
+        ...
+
     def missing(self) -> list[Hashable]:
         """Parameters that still wait for a gradient in this window."""
+        ...
+
+    def surplus(self) -> list[Hashable]:
+        """Parameters that got more gradients than expected in this window."""
         ...
 
 
@@ -108,6 +116,12 @@ class GoldenLazyTracker:
             self._golden = self.counts
             self.is_first_batch = False
         self.counts = {}
+
+    def is_regular(self) -> bool:
+        """In the first window all parameters or none; later, exactly the golden counts."""
+        if self.is_first_batch:
+            return len(self._counts) in (0, len(self.params))
+        return self._unequal == 0
 
     def missing(self) -> list[Hashable]:
         """In the first window, parameters without any gradient; later, those short of golden."""
