@@ -44,11 +44,3 @@ def pytest_report_header(config: pytest.Config) -> str:
 def _has_gpu() -> bool:
     """True if the driver shows a GPU; asks no torch.cuda function, which the CPU mode may have replaced."""
     return Path('/dev/nvidiactl').exists() and any(Path('/dev').glob('nvidia[0-9]*'))
-
-
-@pytest.fixture
-def run_ranks():
-    """`tests.harness.run_ranks`, for tests that prefer a fixture."""
-    from tests.harness import run_ranks
-
-    return run_ranks

@@ -41,12 +41,14 @@ PATHS = {
 }
 
 
-def _matches_oracle(rank: int, world_size: int, flags: dict[str, Any]) -> list[str]:
+def _matches_oracle(
+    rank: int, world_size: int, flags: dict[str, Any], config: Any = 'upstream'
+) -> list[str]:
     import megatron_buffer
     from tests import small_model as sm
 
     model = sm.wrap(
-        sm.make_net(), megatron_buffer.DistributedDataParallel, buffer_config='upstream', **flags
+        sm.make_net(), megatron_buffer.DistributedDataParallel, buffer_config=config, **flags
     )
     wrong = []
     for step in range(3):
@@ -62,6 +64,23 @@ def _matches_oracle(rank: int, world_size: int, flags: dict[str, Any]) -> list[s
 @pytest.mark.parametrize('path', PATHS)
 def test_reduced_gradients_equal_an_unwrapped_models(path: str, world_size: int) -> None:
     assert run_ranks(_matches_oracle, world_size, PATHS[path]) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        {'padding': {'name': 'megatron', 'param_start_elems': 1, 'bucket_end_elems': 1}},
+        {'padding': {'name': 'megatron', 'param_start_elems': 256, 'bucket_end_elems': 2}},
+        {'padding': {'name': 'megatron', 'high_busbw': True}},
+        {'bucketing': {'name': 'fixed_size', 'bucket_size_elems': 150}},
+    ],
+    ids=['packed', 'wide', 'high_busbw', 'size'],
+)
+def test_parameters_of_the_config_leave_the_gradients_right(config: Any) -> None:
+    flags = dict(PATHS['dist_opt_overlap'])
+    if 'bucketing' in config:
+        del flags['bucket_size']
+    assert run_ranks(_matches_oracle, 3, flags, config) == [[]] * 3
 
 
 def _per_token(rank: int, world_size: int) -> list[str]:
