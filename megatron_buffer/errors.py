@@ -12,6 +12,7 @@ nothing is done per step. Upstream has no counterpart.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -20,7 +21,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class RankFailure(MegatronBufferError, RuntimeError):
 
 
 _POLL_S = 0.5
+_MAX_REQUESTS_PER_S = 2000  # of all ranks together, to the one process that hosts the store
 _LINGER_S = 3.0
 _GRACE_S = 5.0
 _FAILURE_KEY = 'failure'
@@ -123,9 +126,11 @@ class _FailureWatch:
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.owner = owner
+        self.owner = weakref.ref(owner)  # a destroyed group must be freed
+        self.pid = os.getpid()
         self.seen: Failure | None = None
         self.delivered = threading.Event()
+        self._poll_s = max(_POLL_S, world_size / _MAX_REQUESTS_PER_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name='megatron-buffer-failure-watch', daemon=True
@@ -138,7 +143,11 @@ class _FailureWatch:
     def stop(self) -> None:
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * _POLL_S)
+            self._thread.join(timeout=_LINGER_S)
+
+    def belongs_to(self, group: object) -> bool:
+        """True when it watches this process group, from this process (a fork inherits the object)."""
+        return self.owner() is group and self.pid == os.getpid()
 
     def post(self, failure: Failure) -> Failure:
         """Posts ``failure`` unless another rank was first; returns the one that counts."""
@@ -161,7 +170,11 @@ class _FailureWatch:
             pause.wait(0.1)
 
     def _run(self) -> None:
-        while not self._stop.wait(_POLL_S):
+        import torch.distributed as dist
+
+        while not self._stop.wait(self._poll_s):
+            if not dist.is_initialized() or not self.belongs_to(dist.group.WORLD):
+                return
             try:
                 if not self.store.check([_FAILURE_KEY]):
                     continue
@@ -178,14 +191,16 @@ class _FailureWatch:
 
     def _take_down(self, failure: Failure) -> None:
         """Raises in the main thread; ends the process if the main thread cannot be reached."""
+        sys.stderr.write(
+            f'megatron-buffer: rank {failure.rank} failed: {failure.reason}; rank {self.rank} stops\n'
+        )
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._main_thread_id or 0), ctypes.py_object(RankFailure)
         )
         if self.delivered.wait(_GRACE_S) or self._stop.is_set():
             return
         sys.stderr.write(
-            f'megatron-buffer: rank {failure.rank} failed: {failure.reason}\n'
-            f'megatron-buffer: rank {self.rank} is stuck waiting for it and stops here:\n'
+            f'megatron-buffer: rank {self.rank} is stuck in the call below and is ended\n'
         )
         with contextlib.suppress(Exception):  # stderr may be an object without a file descriptor
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -194,7 +209,7 @@ class _FailureWatch:
 
 
 _watch: _FailureWatch | None = None
-_previous_excepthook: Any = None
+_excepthook: Callable[..., None] | None = None
 
 
 def start_watch() -> bool:
@@ -209,32 +224,43 @@ def start_watch() -> bool:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     owner = dist.group.WORLD
+    assert owner is not None
     if _watch is not None:
-        if _watch.owner is owner:
+        if _watch.belongs_to(owner):
             return True
         stop_watch()
     store: Any = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
     try:
-        connection = store.clone()
+        connection = dist.distributed_c10d.PrefixStore('megatron_buffer/watch', store.clone())
+        # A store may outlive a process group: what was posted in an earlier one counts no more.
+        epoch = connection.add(f'epoch/{rank}', 1)
     except Exception as error:  # a store kind that cannot be cloned
         logger.warning('no failure watch: %s cannot be cloned (%s)', type(store).__name__, error)
         return False
-    private = dist.distributed_c10d.PrefixStore('megatron_buffer/failure_watch', connection)
-    _watch = _FailureWatch(private, dist.get_rank(), dist.get_world_size(), owner)
+    private = dist.distributed_c10d.PrefixStore(str(epoch), connection)
+    _watch = _FailureWatch(private, rank, dist.get_world_size(), owner)
     _watch.start()
+    # A daemon thread inside the store's C++ code while the interpreter ends would abort the process.
+    atexit.unregister(stop_watch)
+    atexit.register(stop_watch)
     _hook_excepthook()
     return True
 
 
 def stop_watch() -> None:
-    """Stops the watch and restores ``sys.excepthook``."""
-    global _watch, _previous_excepthook
-    if _watch is not None:
+    """Stops the watch and restores ``sys.excepthook``, unless somebody else has wrapped ours."""
+    global _watch, _excepthook
+    if _watch is not None and _watch.pid == os.getpid():
         _watch.stop()
-        _watch = None
-    if _previous_excepthook is not None and sys.excepthook is _excepthook:
-        sys.excepthook = _previous_excepthook
-        _previous_excepthook = None
+    _watch = None
+    if _excepthook is not None and sys.excepthook is _excepthook:
+        sys.excepthook = _excepthook.previous  # type: ignore[attr-defined]
+        _excepthook = None
+
+
+def _own_watch() -> _FailureWatch | None:
+    return _watch if _watch is not None and _watch.pid == os.getpid() else None
 
 
 def describe(error: BaseException) -> str:
@@ -253,7 +279,7 @@ def post_failure(error: BaseException) -> Failure | None:
         The failure that came first on any rank (this one's, if none was there), or None when no
         watch is running.
     """
-    watch = _watch
+    watch = _own_watch()
     if watch is None:
         return None
     if isinstance(error, RankFailure) and error.failure is not None:
@@ -272,32 +298,35 @@ def guard() -> Iterator[None]:
         yield
     except GeneratorExit:
         raise
+    except SystemExit as error:
+        # Other numbers mean something to whoever started us (Megatron's rerun codes, schedulers).
+        if isinstance(error.code, str) or error.code == 1:
+            post_failure(error)
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            raise
         first = post_failure(error)
-        watch = _watch
-        if (
-            first is not None
-            and watch is not None
-            and first.rank != watch.rank
-            and not isinstance(error, RankFailure)
-        ):
+        if _is_elsewhere(first) and not isinstance(error, RankFailure):
             raise RankFailure(first) from error
         raise
 
 
+def _is_elsewhere(failure: Failure | None) -> bool:
+    watch = _own_watch()
+    return failure is not None and watch is not None and failure.rank != watch.rank
+
+
 def _hook_excepthook() -> None:
-    global _previous_excepthook
-    if sys.excepthook is not _excepthook:
-        _previous_excepthook = sys.excepthook
-        sys.excepthook = _excepthook
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
     """For scripts that do not run under :func:`guard`: posts, then prints as before."""
-    first = post_failure(error)
-    (_previous_excepthook or sys.__excepthook__)(kind, error, traceback)
-    watch = _watch
-    if first is not None and watch is not None and first.rank != watch.rank:
-        sys.stderr.write(f'megatron-buffer: rank {first.rank} failed first: {first.reason}\n')
+    global _excepthook
+    if _excepthook is not None:
+        return
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        first = post_failure(error)
+        previous(kind, error, traceback)
+        if first is not None and _is_elsewhere(first):
+            sys.stderr.write(f'megatron-buffer: rank {first.rank} failed first: {first.reason}\n')
+
+    excepthook.previous = previous  # type: ignore[attr-defined]
+    sys.excepthook = _excepthook = excepthook

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,7 @@ def test_a_rank_stuck_in_a_collective_is_ended_with_the_reason() -> None:
         assert outcomes[rank].status == 'died'
         assert outcomes[rank].exit_code == 1
         assert 'rank 1 failed: ValueError: posted and alive' in outcomes[rank].output
+        assert 'stuck in the call below' in outcomes[rank].output
 
 
 def _raise_in_python_code(rank: int, world_size: int) -> None:
@@ -116,6 +118,82 @@ def _secondary(rank: int, world_size: int) -> None:
             raise ValueError('first')
         time.sleep(1.5)
         raise ConnectionError('only a consequence')
+
+
+def _exit_codes(rank: int, world_size: int) -> None:
+    from megatron_buffer import errors
+
+    errors.start_watch()
+    with errors.guard():
+        sys.exit(16)  # Megatron's rerun state machine, on all ranks
+
+
+def test_exit_codes_that_mean_something_pass_untouched() -> None:
+    outcomes = run_ranks(_exit_codes, 2, expect_failure=True, grace_s=20.0)
+    assert [(o.error_type, o.error) for o in outcomes] == [('SystemExit', '16')] * 2
+
+
+def _second_group(rank: int, world_size: int, port_file: str) -> str:
+    """A failure that everybody catches, then a new process group on the same store."""
+    import gc
+    import weakref
+
+    import torch.distributed as dist
+
+    from megatron_buffer import errors
+
+    store = _tcp_store(rank, world_size, Path(port_file))
+
+    def start() -> None:
+        dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size)
+        assert errors.start_watch()
+        hook = sys.excepthook
+        sys.excepthook = lambda *args: hook(*args)  # as a library might wrap ours
+
+    start()
+    if rank == 1:
+        errors.post_failure(ValueError('caught'))
+    else:
+        with pytest.raises(errors.RankFailure, match='caught'):
+            _wait_for_ever()
+    dist.barrier()
+    dist.destroy_process_group()
+    start()
+    time.sleep(1.5)  # what was posted before must not come again
+    dist.barrier()
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    time.sleep(1.5)
+    gc.collect()
+    assert group() is None, 'the watch keeps a destroyed process group'
+    error = ValueError('through every hook')
+    sys.excepthook(type(error), error, None)
+    return 'fine'
+
+
+def _wait_for_ever() -> None:
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _tcp_store(rank: int, world_size: int, port_file: Path) -> Any:
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore('127.0.0.1', 0, world_size, True, wait_for_workers=False)
+        partial = port_file.with_suffix('.partial')
+        partial.write_text(str(store.port))
+        partial.rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.02)
+    return dist.TCPStore('127.0.0.1', int(port_file.read_text()), world_size, False)
+
+
+def test_a_failure_of_an_earlier_process_group_does_not_reach_the_next(tmp_path: Path) -> None:
+    found = run_ranks(_second_group, 2, str(tmp_path / 'port'), init=False, timeout_s=60)
+    assert found == ['fine', 'fine']
 
 
 def test_a_consequence_is_replaced_by_its_cause() -> None:
