@@ -294,7 +294,7 @@ def partition_buckets(
         reduce_scatter_with_fp32_accumulation: The collective takes one bucket at a time.
 
     Returns:
-        The groups, in the order in which backward is expected to complete them.
+        The groups, buffer by buffer; within one, from the end of the model to its start.
 
     Raises:
         LayoutError: If the buffers cannot be grouped.

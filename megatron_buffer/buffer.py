@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 import torch
+from megatron.core.optimizer.param_layout import bucket_end_divisor, pad_param_start
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.errors import LayoutError
@@ -24,7 +25,8 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
 
     Args:
         As upstream's. ``bucket_size`` is in elements; ``grad_data`` has ``numel`` elements of
-        ``grad_dtype``, ``param_data`` (distributed optimizer only) as many of ``param_dtype``.
+        ``grad_dtype``; ``param_data`` exists under the distributed optimizer only, and is packed for
+        NVFP4 and shared with ``grad_data`` for MXFP8.
 
     Attributes:
         runtime: The config that the buffer was built under.
@@ -51,7 +53,11 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
                 [param for param, _ in params_with_names], bucket_size
             )
         elif ddp_config.use_distributed_optimizer:
-            self._check_packed_params(params_with_names, data_parallel_group.size())
+            self._check_packed_params(
+                params_with_names,
+                data_parallel_group.size(),
+                ddp_config.pad_buckets_for_high_nccl_busbw,
+            )
         kwargs['param_layout'] = param_layout
         super().__init__(
             ddp_config,
@@ -66,17 +72,20 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
         )
 
     def _check_packed_params(
-        self, params_with_names: list[tuple[torch.nn.Parameter, str]], dp_size: int
+        self,
+        params_with_names: list[tuple[torch.nn.Parameter, str]],
+        dp_size: int,
+        high_busbw: bool,
     ) -> None:
         """Upstream derives the packed fp4 offsets by its own alignment: ours must be the same."""
-        alignment = self.runtime.layout.padding.alignment(dp_size, False)
-        if alignment == Alignment(64, _upstream_bucket_end_elems(dp_size)):
+        ours = self.runtime.layout.padding.alignment(dp_size, high_busbw)
+        if ours == Alignment(pad_param_start(1), bucket_end_divisor(dp_size, high_busbw)):
             return
         for param, name in params_with_names:
-            if _pgb.is_nvfp4tensor(param):
+            if _is_packed(param):
                 raise LayoutError(
                     f'padding: {name} is an NVFP4 parameter, whose packed bytes Megatron-Core lays out '
-                    f'with its own alignment; found {alignment}, expected param_start_elems: 64 and '
+                    f'with its own alignment; found {ours}, expected param_start_elems: 64 and '
                     'bucket_end_elems: 128'
                 )
 
@@ -89,7 +98,7 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
         self.runtime.accumulation.begin_window(self)
 
 
-def _upstream_bucket_end_elems(dp_size: int) -> int:
-    from megatron.core.optimizer.param_layout import bucket_end_divisor
-
-    return bucket_end_divisor(dp_size, False)
+def _is_packed(param: torch.nn.Parameter) -> bool:
+    """True for NVFP4 parameters, grouped ones (from core_v0.19 on) included."""
+    is_grouped = getattr(_pgb, 'is_grouped_nvfp4tensor', lambda param: False)
+    return _pgb.is_nvfp4tensor(param) or is_grouped(param)

@@ -15,6 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buc
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
 from megatron_buffer.config import BufferConfig
-from megatron_buffer.errors import ConflictError, LayoutError
+from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError
 from megatron_buffer.optimizer import DistributedOptimizer
-from megatron_buffer.param_layout import group_params_for_buffers
+from megatron_buffer.param_layout import (
+    compute_default_per_buffer_param_layout,
+    compute_per_buffer_param_layout,
+    group_params_for_buffers,
+)
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.scaling import ScalingContext
 
@@ -39,6 +44,7 @@ _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer'
 
 logger = logging.getLogger(__name__)
 _constructor_lock = threading.RLock()
+_LAYOUT_AXES = ('param_order', 'bucketing', 'bucket_isolation', 'padding')
 
 
 class DistributedDataParallel(_ddp.DistributedDataParallel):
@@ -99,7 +105,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._check_collectives()
         self._apply_scaling(config)
         for group in self._all_groups():
-            group.param_to_name = self._buffer_of(group).param_to_name
+            group.param_to_name = self._names()
         self._log_summary(requested_elems, disable_bucketing)
         self._check_rank_agreement()
         runtime_module.track(
@@ -136,10 +142,6 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     def _all_buffers(self) -> list[ParamAndGradBuffer]:
         return [*self.buffers, *self.expert_parallel_buffers]
 
-    def _buffer_of(self, group: ParamAndGradBucketGroup) -> ParamAndGradBuffer:
-        param = group.buckets[0].params_list[0]
-        return next(buffer for buffer in self._all_buffers() if param in buffer.param_to_bucket)
-
     def _names(self) -> dict[torch.nn.Parameter, str]:
         buffers = self._all_buffers()
         return buffers[0].param_to_name if buffers else {}
@@ -165,58 +167,48 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             )
 
     def _check_layouts(self, given: Any) -> None:
-        """A layout that was handed in must be the one that this config makes."""
-        if given is None:
+        """A layout that was handed in must be what this config makes; stock's axes take any."""
+        config, stock = self.runtime.config, BufferConfig()
+        changed = [axis for axis in _LAYOUT_AXES if getattr(config, axis) != getattr(stock, axis)]
+        if given is None or not changed:
             return
         for buffer in self._all_buffers():
-            origins = [
-                getattr(layout, 'megatron_buffer_origin', None)
-                for layout in given.layouts.values()
-                if layout.param_index_map is buffer.param_index_map
-            ]
-            origin = origins[0] if origins else None
             if getattr(buffer.params[0], 'is_managed_by_layer_wise_optimizer', False):
-                self._warn_of_layer_wise_layout()
-                continue
-            if origin is None and not self._equals_ours(buffer):
-                found = 'was computed by stock Megatron-Core or by hand'
-            elif origin is not None and origin.config_hash != self.runtime.hash:
-                found = f'was computed under config {origin.config_hash}'
-            else:
-                continue
-            raise LayoutError(
-                f'full_param_layout {found}, but this model is wrapped under '
-                f'{self.runtime.config.source} ({self.runtime.hash}), which lays parameters out '
-                'differently. Compute it with megatron_buffer.DistributedOptimizer'
-                '.compute_full_param_layout under the same config, or leave it out.'
-            )
+                log_single_rank(
+                    logger,
+                    logging.WARNING,
+                    f'{", ".join(changed)} of {config.source} do not apply to the parameters that '
+                    'LayerWiseDistributedOptimizer manages: it lays their buffers out itself',
+                )
+            elif not self._follows_config(buffer):
+                raise LayoutError(
+                    f'full_param_layout is not what {config.source} ({self.runtime.hash}) makes, which '
+                    f'differs from stock in {", ".join(changed)}. Compute it with '
+                    'DistributedOptimizer.compute_full_param_layout after megatron_buffer.install() of '
+                    'the same config, or leave it out.'
+                )
 
-    def _warn_of_layer_wise_layout(self) -> None:
-        """LayerWise packs its buffers by rules of its own, which no strategy reaches."""
-        config, stock = self.runtime.config, BufferConfig()
-        axes = ('param_order', 'bucketing', 'bucket_isolation', 'padding')
-        ignored = [axis for axis in axes if getattr(config, axis) != getattr(stock, axis)]
-        if ignored:
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f'{", ".join(ignored)} of {config.source} do not apply to the parameters that '
-                'LayerWiseDistributedOptimizer manages: it lays their buffers out itself',
-            )
-
-    def _equals_ours(self, buffer: ParamAndGradBuffer) -> bool:
-        """Whether a layout of unknown origin is what the config would have made."""
+    def _follows_config(self, buffer: ParamAndGradBuffer) -> bool:
+        """Whether the buffer's layout is the config's, by whichever group upstream sizes it."""
         with runtime_module.scope(self.runtime):
-            ours = DistributedOptimizer._compute_per_buffer_param_layout(
-                buffer.params,
-                self.bucket_size,
-                getattr(buffer, 'num_optimizer_shards', None) or buffer.data_parallel_world_size,
-                self.ddp_config,
-            )
-        return (ours.param_index_map, ours.bucket_indices) == (
-            buffer.param_index_map,
-            buffer.bucket_indices,
+            if not self.ddp_config.use_distributed_optimizer:
+                made = [compute_default_per_buffer_param_layout(buffer.params, self.bucket_size)]
+            else:  # 0.18 sizes layouts by the whole group, also with several optimizer instances
+                whole = self.expt_dp_group if self._is_expert(buffer) else self.dp_cp_group
+                made = [
+                    compute_per_buffer_param_layout(
+                        buffer.params, self.bucket_size, size, self.ddp_config
+                    )
+                    for size in {buffer.data_parallel_world_size, whole.size()}
+                ]
+        return any(
+            layout.param_index_map == buffer.param_index_map
+            and layout.bucket_indices == buffer.bucket_indices
+            for layout in made
         )
+
+    def _is_expert(self, buffer: ParamAndGradBuffer) -> bool:
+        return any(buffer is expert for expert in self.expert_parallel_buffers)
 
     def _check_collectives(self) -> None:
         """What upstream would assert in the middle of training is refused here."""
@@ -245,7 +237,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
                 ScalingContext(
                     dp_size=self.dp_cp_group.size(),
                     expert_dp_size=self.expt_dp_group.size(),
-                    is_expert_parallel=buffer in self.expert_parallel_buffers,
+                    is_expert_parallel=self._is_expert(buffer),
                     average_in_collective=self.ddp_config.average_in_collective,
                     per_token_loss=config.calculate_per_token_loss,
                 )
@@ -291,21 +283,26 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         if not wanted:
             return
         versions = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
-        dense = _describe(self.buffers, self.bucket_groups)
-        for group, name in (
-            (self.dp_cp_group, 'data-parallel'),
-            (self.tp_group, 'tensor-parallel'),
-        ):
-            check_agreement('the buffer config', group, name, versions, lambda: [versions])
-            check_agreement('the buffer layout', group, name, _digest(dense), lambda: dense)
         experts = _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
-        check_agreement(
-            'the layout of the expert buffers',
-            self.expt_dp_group,
-            'expert data-parallel',
-            _digest(experts),
-            lambda: experts,
-        )
+        dense = [
+            versions,
+            *_describe(self.buffers, self.bucket_groups),
+            f'{len(self.expert_parallel_buffers)} expert buffers',
+        ]
+        comparisons = [
+            (self.dp_cp_group, 'data-parallel', dense),
+            (self.tp_group, 'tensor-parallel', dense),
+        ]
+        if self.expert_parallel_buffers:
+            comparisons.append((self.expt_dp_group, 'expert data-parallel', experts))
+        found: list[RankMismatchError] = []
+        for group, name, lines in comparisons:
+            try:
+                check_agreement('the buffer', group, name, _digest(lines), partial(list, lines))
+            except RankMismatchError as error:  # the next group's ranks wait for this one too
+                found.append(error)
+        if found:
+            raise found[0]
         if generation is not None:
             check_against_first('the installed buffer config', f'config/{generation}', versions)
 
@@ -318,12 +315,14 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._looked_for_unused_groups = True
         names = [n for group in silent for n in group._names(group.readiness.missing())]
         if names:
-            log_single_rank(
+            log_on_each_pipeline_stage(
                 logger,
                 logging.WARNING,
                 f'{len(names)} parameters got no gradient in the first iteration and are reduced as '
                 f'zeros: {", ".join(names[:8])}{" ..." if len(names) > 8 else ""}. Freeze them before '
                 'wrapping the model if they are unused on purpose.',
+                tp_group=self.tp_group,
+                dp_cp_group=self.dp_cp_group,
             )
 
 
@@ -381,8 +380,8 @@ def _describe(buffers: list[Any], groups: list[Any]) -> list[str]:
             end = bucket.offset + bucket.grad_data.numel()
             lines.append(f'the end of bucket {bucket.bucket_id} at {end} of {kind}')
     for index, group in enumerate(groups):
-        held = ', '.join(f'{b.bucket_id} ({b.grad_data.dtype})' for b in group.buckets)
-        lines.append(f'bucket group {index} with buckets {held}')
+        first = [buffers[0].param_to_name[bucket.params_list[0]] for bucket in group.buckets]
+        lines.append(f'bucket group {index} with the buckets that start with {", ".join(first)}')
     return lines
 
 

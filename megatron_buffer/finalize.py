@@ -19,6 +19,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_buffer.runtime import Runtime
+
 _fmg = importlib.import_module('megatron.core.distributed.finalize_model_grads')
 _upstream_finalize = _fmg.finalize_model_grads
 
@@ -236,7 +238,7 @@ def finalize_model_grads(
         ValueError: If ``pg_collection`` lacks a group that a step needs.
     """
     runtime = getattr(model[0], 'runtime', None)
-    if runtime is None:
+    if not isinstance(runtime, Runtime):
         _upstream_finalize(model, num_tokens, pg_collection, force_all_reduce)
         return
     ctx = FinalizeContext(model, num_tokens, pg_collection, bool(force_all_reduce))

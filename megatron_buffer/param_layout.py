@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.optimizer.param_layout import BufferKey, PerBufferParamLayout
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.config_types import ReverseOrder as ReverseOrderParams
-from megatron_buffer.layout import BufferLayout, ParamSpec, compute_buffer_layout
+from megatron_buffer.layout import ParamSpec, compute_buffer_layout
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.grouping import ParamTraits
 from megatron_buffer.strategies.order import ReverseOrder
@@ -29,13 +29,6 @@ _HAS_NUM_OPTIMIZER_SHARDS = 'num_optimizer_shards' in {
 }
 # The list handed to upstream is permuted already; upstream walks it backwards.
 _AS_LISTED = ReverseOrder(ReverseOrderParams())
-
-
-class LayoutOrigin(NamedTuple):
-    """Who made a ``PerBufferParamLayout``: kept on it as ``megatron_buffer_origin``."""
-
-    config_hash: str
-    layout: BufferLayout
 
 
 def uses_quantized_storage(param: torch.nn.Parameter) -> bool:
@@ -124,7 +117,7 @@ def compute_per_buffer_param_layout(
         param_indices: Passed on with the layout.
 
     Returns:
-        Upstream's dataclass, with its origin attached.
+        Upstream's dataclass.
     """
     layout = _convert(
         params,
@@ -164,7 +157,7 @@ def _convert(
     strategies = dataclasses.replace(runtime.layout, param_order=_AS_LISTED)
     layout = compute_buffer_layout(specs, strategies, **how)
     layout.check(specs)
-    converted: Any = PerBufferParamLayout(
+    return PerBufferParamLayout(
         param_index_map={
             params[slot.param]: (slot.start_elems, slot.end_elems, slot.bucket)
             for slot in layout.slots
@@ -172,5 +165,3 @@ def _convert(
         bucket_indices=[(span.start_elems, span.end_elems) for span in layout.buckets],
         per_bucket_numel_unpadded=[span.numel_unpadded for span in layout.buckets],
     )
-    converted.megatron_buffer_origin = LayoutOrigin(runtime.hash, layout)
-    return converted

@@ -66,7 +66,6 @@ class Runtime:
 
 _installed: Runtime | None = None
 _generation = 0
-_wrapped_under: Runtime | None = None
 _scope = threading.local()
 _wrapped: weakref.WeakKeyDictionary[Any, tuple[Runtime, str]] = weakref.WeakKeyDictionary()
 
@@ -78,8 +77,9 @@ def installed() -> Runtime | None:
 
 def set_installed(runtime: Runtime | None) -> None:
     """For ``install()`` and ``uninstall()``."""
-    global _installed
+    global _installed, _generation
     _installed = runtime
+    _generation += runtime is not None
 
 
 @contextlib.contextmanager
@@ -119,18 +119,11 @@ def resolve(config: Any = None) -> Runtime:
 
 
 def generation(runtime: Runtime) -> int | None:
-    """Which of the process's installed runtimes this is, counting those that a model was wrapped under.
+    """Which of the process's installed runtimes this is; None for one that belongs to one model only.
 
-    Every rank of a job counts alike, so it names a comparison between ranks. None for a runtime that
-    belongs to one model only.
+    Every rank of a job installs alike, so the number names a comparison between ranks.
     """
-    global _generation, _wrapped_under
-    if runtime is not _installed:
-        return None
-    if runtime is not _wrapped_under:
-        _wrapped_under = runtime
-        _generation += 1
-    return _generation
+    return _generation if runtime is _installed else None
 
 
 def track(model: Any, runtime: Runtime, description: str) -> None:

@@ -442,7 +442,75 @@ def _foreign_layout(rank: int, world_size: int) -> list[str]:
 
 def test_a_layout_of_another_config_is_refused() -> None:
     for messages in run_ranks(_foreign_layout, 2):
-        assert 'full_param_layout was computed by stock' in messages[0]
+        assert 'full_param_layout is not what' in messages[0]
+        assert 'padding' in messages[0]
+
+
+def _stock_layouts(rank: int, world_size: int) -> int:
+    """With stock's axes any layout that stock accepts is accepted."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import (
+        _compute_default_per_buffer_param_layout as default_layout,
+    )
+    from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Stock
+    from megatron.core.optimizer.param_layout import FullParamLayout
+
+    import megatron_buffer
+    from tests import small_model as sm
+
+    sm.init_parallel()
+    accepted = 0
+    for dist_opt in (False, True):
+        flags = DistributedDataParallelConfig(
+            use_distributed_optimizer=dist_opt, overlap_grad_reduce=True, bucket_size=100
+        )
+        net = sm.make_net()
+        params = list(net.parameters())
+        if dist_opt:  # cut at another size than ddp_config's
+            layout = Stock.compute_full_param_layout(params, 300, world_size, flags)
+        else:
+            layout = FullParamLayout()
+            for key, (members, indices) in group_params_for_buffers(params, False).items():
+                layout.layouts[key] = default_layout(members, 300)
+                layout.layouts[key].param_indices = indices
+        model = megatron_buffer.DistributedDataParallel(
+            sm.transformer_config(),
+            flags,
+            net,
+            full_param_layout=layout,
+            buffer_config={'checks': {'rank_agreement': False}},
+        )
+        accepted += len(model.buffers[0].buckets) == 2
+    return accepted
+
+
+def test_a_layout_that_stock_accepts_is_accepted_with_stocks_axes() -> None:
+    assert run_ranks(_stock_layouts, 2) == [2, 2]
+
+
+def _half_of_the_groups_disagree(rank: int, world_size: int) -> str:
+    from megatron.core import parallel_state
+
+    import megatron_buffer
+    from megatron_buffer.errors import RankMismatchError
+    from tests import small_model as sm
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = {'padding': {'name': 'megatron', 'param_start_elems': 32}} if rank == 2 else 'upstream'
+    try:
+        sm.wrap(sm.make_net(), megatron_buffer.DistributedDataParallel, buffer_config=config)
+    except RankMismatchError as error:
+        return str(error)
+    return ''
+
+
+def test_a_mismatch_leaves_nobody_waiting() -> None:
+    # Data-parallel groups are 0, 2 and 1, 3; tensor-parallel ones 0, 1 and 2, 3.
+    messages = run_ranks(_half_of_the_groups_disagree, 4, timeout_s=60)
+    assert ['data-parallel' in m for m in messages] == [True, False, True, False]
+    assert messages[1] == ''
+    assert 'tensor-parallel' in messages[3]
 
 
 def _two_dtypes_one_group(rank: int, world_size: int) -> str:

@@ -40,7 +40,7 @@ class BucketGrouping(Protocol):
     def partition(
         self, buffers: Sequence[BufferBuckets], *, single_group: bool, one_bucket_per_group: bool
     ) -> list[list[BucketRef]]:
-        """Returns the groups, in the order in which backward is expected to complete them.
+        """Returns the groups; upstream's come buffer by buffer, the end of the model first.
 
         Args:
             buffers: The buffers of one model chunk that share a process group.
