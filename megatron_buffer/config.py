@@ -132,7 +132,10 @@ def to_dict(config: BufferConfig) -> dict[str, Any]:
 
 def dump_config(config: BufferConfig) -> str:
     """The whole config as YAML, which :func:`load_config` reads back to an equal config."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=1 << 20)
+    untyped: Any = yaml  # the stubs of safe_dump are incomplete
+    return untyped.safe_dump(
+        to_dict(config), sort_keys=False, default_flow_style=None, width=1 << 20
+    )
 
 
 def config_hash(config: BufferConfig) -> str:
