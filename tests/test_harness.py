@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -246,19 +247,23 @@ def test_no_rank_is_left_behind():
         assert not is_running(int(outcome.output.split()[0]))
 
 
-def test_ranks_end_with_a_test_process_that_is_killed(tmp_path):
+def test_ranks_end_with_a_test_process_that_is_killed():
     code = 'from tests.test_harness import *; run_ranks(note_pid_and_wait, 2, sys.argv[1])'
-    test = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], cwd=ROOT)
-    try:
-        pids = [int(wait_for_text(tmp_path / str(rank))) for rank in range(2)]
-        assert all(map(is_running, pids))
-    finally:
-        test.kill()
-        test.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, pids))
+    # A killed process leaves its temporary files; a short path, since there are sockets among them.
+    with tempfile.TemporaryDirectory(prefix='killed-', ignore_cleanup_errors=True) as folder:
+        test = subprocess.Popen(
+            [sys.executable, '-c', code, folder], cwd=ROOT, env={**os.environ, 'TMPDIR': folder}
+        )
+        try:
+            pids = [int(wait_for_text(Path(folder, str(rank)))) for rank in range(2)]
+            assert all(map(is_running, pids))
+        finally:
+            test.kill()
+            test.wait()
+        deadline = time.monotonic() + 20
+        while any(map(is_running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_running, pids))
 
 
 def is_running(pid):

@@ -38,10 +38,11 @@ def _parity(rank: int, world_size: int, case: TrainCase, config: Any) -> dict[st
 
 
 def _check(case: TrainCase, world_size: int, config: Any = 'upstream') -> None:
-    for rank, found in enumerate(run_ranks(_parity, world_size, case, config, timeout_s=240)):
+    results = run_ranks(_parity, world_size, case, config, timeout_s=240)
+    assert sum(found['tensors'] for found in results) > 100
+    for rank, found in enumerate(results):
         assert found['differ'] == [], f'rank {rank}'
         assert found['same_layout'], f'rank {rank}'
-        assert found['tensors'] > 50
         assert found['trained']
         if case.overlap_grad_reduce and case.bucket_size == SMALL_BUCKET_ELEMS and case.pp == 1:
             assert found['buckets'] > 4, 'several buckets, or the case shows little'
