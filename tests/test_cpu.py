@@ -156,6 +156,17 @@ def test_too_late_is_refused() -> None:
     """)
 
 
+def test_install_turns_it_on_where_the_environment_asks() -> None:
+    code = """
+        import megatron_buffer
+        from megatron_buffer import cpu
+        megatron_buffer.install()
+        print(cpu.is_enabled())
+    """
+    assert run_python(code, MEGATRON_BUFFER_CPU='1').split()[-1] == 'True'
+    assert run_python(code, MEGATRON_BUFFER_CPU='0').split()[-1] == 'False'
+
+
 @pytest.mark.parametrize('how', ['argument', 'environment'])
 def test_gpu_is_refused_unless_forced(how: str) -> None:
     run_python(

@@ -61,7 +61,8 @@ def install(
     """Makes Megatron-Core build its data-parallel buffers through ours, from now on.
 
     Call it before the model is built; modules that have imported Megatron's classes already are
-    found and changed too. Installing the same config again does nothing.
+    found and changed too. Installing the same config again does nothing. With MEGATRON_BUFFER_CPU=1 in
+    the environment the CPU mode is turned on first.
 
     Args:
         config: Anything that ``load_config`` takes; None means the shipped ``upstream``.
@@ -73,7 +74,7 @@ def install(
         The config that is in force.
 
     Raises:
-        ConfigError: The config is wrong.
+        ConfigError: The config is wrong, or the CPU mode was asked for where it cannot be had.
         UnsupportedVersionError, FingerprintError: This megatron-core isn't one that we know.
         PatchError: Another config is installed, or somebody else has replaced the same names.
     """
@@ -100,6 +101,10 @@ def install(
 
 def _install(config: BufferConfig, digest: str, groups: list[str], compat: Compat) -> None:
     global _state
+    from megatron_buffer import cpu
+
+    if cpu.requested():
+        cpu.enable()
     sources = _pass_gate(groups, compat)
     transaction = Transaction([t for t in TARGETS if t.group in groups])
     transaction.prepare()
