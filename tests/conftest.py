@@ -1,5 +1,6 @@
 """Markers, the choice of what runs by default, and the reasons for what is skipped."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 def _has_gpu() -> bool:
     """True if the driver shows a GPU; asks no torch.cuda function, which the CPU mode may have replaced."""
     return Path('/dev/nvidiactl').exists() and any(Path('/dev').glob('nvidia[0-9]*'))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes a YAML file and returns its path as a string."""
+
+    def write_file(text: str | bytes, name: str = 'x.yaml') -> str:
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write_file

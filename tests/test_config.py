@@ -32,18 +32,6 @@ from megatron_buffer.errors import ConfigError
 DEFAULT_HASH = 'f7ba18951c4902dd'
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes a YAML file and returns its path as a string."""
-
-    def write_file(text: str | bytes, name: str = 'x.yaml') -> str:
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return str(path)
-
-    return write_file
-
-
 # The table of axes --------------------------------------------------------------------------------
 
 

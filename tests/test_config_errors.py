@@ -12,18 +12,6 @@ from megatron_buffer.errors import ConfigError
 
 
 @pytest.fixture
-def write(tmp_path):
-    """Writes a YAML file and returns its path as a string."""
-
-    def write_file(text: str | bytes, name: str = 'x.yaml') -> str:
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return str(path)
-
-    return write_file
-
-
-@pytest.fixture
 def refused(write):
     """Loads a YAML text (with schema_version, unless told) that must be refused; returns the error."""
 

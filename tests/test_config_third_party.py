@@ -17,18 +17,6 @@ from megatron_buffer.errors import ConfigError, RegistryError
 
 
 @pytest.fixture
-def write(tmp_path):
-    """Writes a YAML file and returns its path as a string."""
-
-    def write_file(text: str | bytes, name: str = 'x.yaml') -> str:
-        path = tmp_path / name
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return str(path)
-
-    return write_file
-
-
-@pytest.fixture
 def install_distribution(tmp_path, monkeypatch):
     """Makes a distribution with entry points of our group importable; returns its module's name."""
 
