@@ -32,7 +32,7 @@ def _fail_while_the_others_wait(rank: int, world_size: int, how: str) -> None:
                 sys.exit('out of data')
             # Posted, but the process stays: the others cannot notice by a closed connection.
             errors.post_failure(ValueError('posted and alive'))
-            time.sleep(LONG_S)
+            time.sleep(10)
         dist.all_reduce(torch.ones(1))
 
 
@@ -134,41 +134,57 @@ def test_exit_codes_that_mean_something_pass_untouched() -> None:
 
 
 def _second_group(rank: int, world_size: int, port_file: str) -> str:
-    """A failure that everybody catches, then a new process group on the same store."""
+    """A failure that everybody catches, then a new process group on the same store.
+
+    The groups are fake ones on a real store: gloo's own second rendezvous on a store is unreliable.
+    """
     import gc
     import weakref
 
     import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     from megatron_buffer import errors
 
     store = _tcp_store(rank, world_size, Path(port_file))
 
+    def meet(where: str) -> None:
+        store.set(f'{where}/{rank}', '')
+        store.wait([f'{where}/{other}' for other in range(world_size)])
+
     def start() -> None:
-        dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size)
+        dist.init_process_group('fake', store=store, rank=rank, world_size=world_size)
         assert errors.start_watch()
         hook = sys.excepthook
         sys.excepthook = lambda *args: hook(*args)  # as a library might wrap ours
 
     start()
+    meet('first group')
     if rank == 1:
         errors.post_failure(ValueError('caught'))
     else:
         with pytest.raises(errors.RankFailure, match='caught'):
             _wait_for_ever()
-    dist.barrier()
+    meet('failure seen')
     dist.destroy_process_group()
     start()
-    time.sleep(1.5)  # what was posted before must not come again
-    dist.barrier()
+    meet('second group')
+    _pause(1.5)  # what was posted before must not come again
+    meet('nothing came')
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
-    time.sleep(1.5)
+    _pause(1.5)
     gc.collect()
     assert group() is None, 'the watch keeps a destroyed process group'
     error = ValueError('through every hook')
     sys.excepthook(type(error), error, None)
+    meet('end')
     return 'fine'
+
+
+def _pause(seconds: float) -> None:
+    """Lets the watch look a few times; nothing to wait for is the point."""
+    time.sleep(seconds)
 
 
 def _wait_for_ever() -> None:
