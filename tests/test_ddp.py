@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import Any
 
@@ -207,6 +208,17 @@ def test_fp32_sums_of_one_model_do_not_reach_a_stock_model_in_the_same_process()
     assert run_ranks(_fp32_then_stock, 2) == [{'ours': [], 'stock': []}] * 2
 
 
+def _log_records() -> list[str]:
+    """A list that our messages are added to from now on."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger('megatron_buffer')
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return records
+
+
 def _partly_unused(rank: int, world_size: int, later: bool) -> str:
     import megatron_buffer
     from megatron_buffer.errors import ReadinessError
@@ -269,15 +281,10 @@ def test_a_window_that_does_not_repeat_the_first_ones_counts_is_explained() -> N
 
 def _late(rank: int, world_size: int) -> list[str]:
     """Stock is silently wrong here (UPSTREAM.md F1, three synced backwards after a window of one)."""
-    import logging
-
     import megatron_buffer
     from tests import small_model as sm
 
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger('megatron_buffer').addHandler(handler)
+    records = _log_records()
     model = sm.wrap(
         sm.make_net(),
         megatron_buffer.DistributedDataParallel,
@@ -302,15 +309,10 @@ def test_a_gradient_after_the_reduction_is_named_in_a_warning() -> None:
 
 
 def _wholly_unused(rank: int, world_size: int) -> list[str]:
-    import logging
-
     import megatron_buffer
     from tests import small_model as sm
 
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger('megatron_buffer').addHandler(handler)
+    records = _log_records()
     model = sm.wrap(
         sm.make_net(unused=True),
         megatron_buffer.DistributedDataParallel,
@@ -543,17 +545,10 @@ def test_a_group_that_its_collective_cannot_take_is_refused_at_start() -> None:
 
 
 def _summary(rank: int, world_size: int) -> list[str]:
-    import logging
-
     import megatron_buffer
     from tests import small_model as sm
 
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger('megatron_buffer')
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    records = _log_records()
     for flags in (
         {},
         {'overlap_grad_reduce': True},
