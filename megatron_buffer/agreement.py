@@ -6,9 +6,10 @@ the collectives. Upstream has no counterpart.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,30 +21,27 @@ logger = logging.getLogger(__name__)
 _ADVICE = 'All ranks must build the same model with the same config, flags and package versions.'
 
 
-def check_agreement(
-    what: str, group: Any, group_name: str, summary: str, details: Callable[[], Sequence[str]]
-) -> None:
-    """Compares ``summary`` over ``group``; a collective, called by every rank of the group alike.
+def check_agreement(what: str, group: Any, group_name: str, lines: Sequence[str]) -> None:
+    """Compares ``lines`` over ``group``, by their hash; a collective, called by every rank of the group alike.
 
     Args:
         what: What is compared, for the message, such as 'the layout of buffer (bf16, fp32)'.
         group: Process group, or anything else (None, a list) where there is none to compare over.
         group_name: Its name, for the message.
-        summary: Short text that must be equal on all ranks.
-        details: Lines to search for the first difference; called only when the summaries differ.
+        lines: What must be equal on all ranks; sent only when the hashes differ.
 
     Raises:
         RankMismatchError: On every rank of the group, naming the first rank and line that differ.
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
-    summaries = _gather(summary, group)
-    if all(other == summaries[0] for other in summaries):
+    digests = _gather(hashlib.sha256('\n'.join(lines).encode()).hexdigest(), group)
+    odd = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
         return
-    odd = next(i for i, other in enumerate(summaries) if other != summaries[0])
-    lines = _gather(list(details()), group)
+    of_rank = _gather(list(lines), group)
     ranks = dist.get_process_group_ranks(group)
-    mine, theirs = _first_difference(lines[0], lines[odd])
+    mine, theirs = _first_difference(of_rank[0], of_rank[odd])
     raise RankMismatchError(
         f'{what} differs between rank {ranks[0]} and rank {ranks[odd]} ({group_name} group): '
         f'rank {ranks[0]} has {mine}; rank {ranks[odd]} has {theirs}. {_ADVICE}'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,14 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         if self.ddp_config.use_distributed_optimizer:
             return self.intra_distributed_optimizer_instance_group
         return self.data_parallel_group
+
+    @cached_property
+    def param_gather_launches(self) -> list[list[int]]:
+        """Which buckets are gathered together; dtypes and backend do not change over a run."""
+        return self.runtime.param_gather.launches(
+            [bucket.param_data.dtype for bucket in self.buckets],
+            dist.get_backend(self.communication_group),
+        )
 
     def owned_grad_shard(self, index: int) -> torch.Tensor:
         """View of the gradients of bucket ``index`` that this rank owns."""

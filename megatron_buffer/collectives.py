@@ -181,9 +181,8 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
         A handle when ``async_op``, else None.
     """
     pg = group.communication_group
-    dtypes = [bucket.param_data.dtype for bucket in group.buckets]
     handles: list[Waitable] = []
-    for launch in group.runtime.param_gather.launches(dtypes, dist.get_backend(pg)):
+    for launch in group.param_gather_launches:
         with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
             for index in launch:
                 _pgb.dist_all_gather_func(

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -298,7 +296,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         found: list[RankMismatchError] = []
         for group, name, lines in comparisons:
             try:
-                check_agreement('the buffer', group, name, _digest(lines), partial(list, lines))
+                check_agreement('the buffer', group, name, lines)
             except RankMismatchError as error:  # the next group's ranks wait for this one too
                 found.append(error)
         if found:
@@ -383,7 +381,3 @@ def _describe(buffers: list[Any], groups: list[Any]) -> list[str]:
         first = [buffers[0].param_to_name[bucket.params_list[0]] for bucket in group.buckets]
         lines.append(f'bucket group {index} with the buckets that start with {", ".join(first)}')
     return lines
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256('\n'.join(lines).encode()).hexdigest()

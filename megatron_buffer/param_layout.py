@@ -84,17 +84,14 @@ def group_params_for_buffers(
     return result
 
 
-def specs_of(
-    params: Sequence[torch.nn.Parameter], names: Sequence[str] | None = None
-) -> list[ParamSpec]:
+def specs_of(params: Sequence[torch.nn.Parameter]) -> list[ParamSpec]:
     """Specs of ``params``, in their order."""
     return [
         ParamSpec(
             numel_elems=param.data.nelement(),
-            name='' if names is None else names[i],
             shared_embedding=getattr(param, 'shared_embedding', False),
         )
-        for i, param in enumerate(params)
+        for param in params
     ]
 
 

@@ -93,13 +93,17 @@ def scope(runtime: Runtime) -> Iterator[Runtime]:
         _scope.runtime = previous
 
 
+def _in_force() -> Runtime | None:
+    return getattr(_scope, 'runtime', None) or _installed
+
+
 def current() -> Runtime:
     """The runtime in force here: the innermost scope's, else the installed one.
 
     Raises:
         PatchError: If there is none.
     """
-    runtime = getattr(_scope, 'runtime', None) or _installed
+    runtime = _in_force()
     if runtime is None:
         raise PatchError(
             'no megatron_buffer config is in force: call megatron_buffer.install(config) first, or '
@@ -114,7 +118,7 @@ def resolve(config: Any = None) -> Runtime:
     Without a config and without an installed one it is ``upstream``.
     """
     if config is None:
-        return getattr(_scope, 'runtime', None) or _installed or Runtime(load_config(None))
+        return _in_force() or Runtime(load_config(None))
     return Runtime(load_config(config))
 
 
