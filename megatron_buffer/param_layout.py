@@ -17,7 +17,7 @@ import torch
 from megatron.core.optimizer.param_layout import BufferKey, PerBufferParamLayout
 
 from megatron_buffer import runtime as runtime_module
-from megatron_buffer.config_types import ReverseOrder as ReverseOrderParams
+from megatron_buffer.config_layout import ReverseOrder as ReverseOrderParams
 from megatron_buffer.layout import ParamSpec, compute_buffer_layout
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.grouping import ParamTraits

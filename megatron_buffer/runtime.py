@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megatron_buffer.config import AXES, BufferConfig, config_hash, load_config
 from megatron_buffer.errors import PatchError
@@ -64,6 +65,20 @@ class Runtime:
         return f'Runtime({self.config.source}, {self.hash})'
 
 
+class ModelChunk(NamedTuple):
+    """The model chunk that is being wrapped, for strategies that go by names.
+
+    Attributes:
+        names: Parameter to name in the chunk; empty where upstream hands over bare parameters.
+        pp_rank: Pipeline stage.
+        vp_stage: Which of the stage's chunks it is; 0 without an interleaved schedule.
+    """
+
+    names: Mapping[Any, str] = MappingProxyType({})
+    pp_rank: int = 0
+    vp_stage: int = 0
+
+
 _installed: Runtime | None = None
 _generation = 0
 _scope = threading.local()
@@ -83,14 +98,19 @@ def set_installed(runtime: Runtime | None) -> None:
 
 
 @contextlib.contextmanager
-def scope(runtime: Runtime) -> Iterator[Runtime]:
-    """Makes ``runtime`` the current one in this thread for the duration of the block."""
-    previous = getattr(_scope, 'runtime', None)
-    _scope.runtime = runtime
+def scope(runtime: Runtime, chunk: ModelChunk | None = None) -> Iterator[Runtime]:
+    """Makes ``runtime`` (and ``chunk``) the current one in this thread for the duration of the block."""
+    previous = getattr(_scope, 'runtime', None), getattr(_scope, 'chunk', None)
+    _scope.runtime, _scope.chunk = runtime, chunk
     try:
         yield runtime
     finally:
-        _scope.runtime = previous
+        _scope.runtime, _scope.chunk = previous
+
+
+def current_chunk() -> ModelChunk:
+    """The model chunk being wrapped here; without names outside of a constructor of ours."""
+    return getattr(_scope, 'chunk', None) or ModelChunk()
 
 
 def _in_force() -> Runtime | None:

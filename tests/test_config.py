@@ -26,7 +26,7 @@ from megatron_buffer.config import (
     shipped_configs,
     to_dict,
 )
-from megatron_buffer.config_types import FixedSizeBucketing, MegatronPadding, ReverseOrder
+from megatron_buffer.config_layout import FixedSizeBucketing, MegatronPadding, ReverseOrder
 from megatron_buffer.errors import ConfigError
 
 DEFAULT_HASH = 'f7ba18951c4902dd'

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_buffer import config_yaml
 from megatron_buffer.config import load_config
-from megatron_buffer.config_types import MegatronPadding
+from megatron_buffer.config_layout import MegatronPadding
 from megatron_buffer.errors import ConfigError
 
 

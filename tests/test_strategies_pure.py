@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_buffer.config import AXES, BufferConfig
-from megatron_buffer.config_types import MegatronPadding as MegatronPaddingParams
+from megatron_buffer.config_layout import MegatronPadding as MegatronPaddingParams
 from megatron_buffer.errors import LayoutError, ReadinessError, RegistryError
 from megatron_buffer.layout import (
     BucketSpan,

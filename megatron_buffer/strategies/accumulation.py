@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_buffer.config_types import ZeroThenAdd as ZeroThenAddParams
+from megatron_buffer.config_runtime import ZeroThenAdd as ZeroThenAddParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from megatron_buffer.config_types import MergeIntoLastFp8 as MergeIntoLastFp8Params
+from megatron_buffer.config_layout import MergeIntoLastFp8 as MergeIntoLastFp8Params
 from megatron_buffer.errors import LayoutError
 from megatron_buffer.strategies.registry import strategy
 

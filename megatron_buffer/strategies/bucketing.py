@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from megatron_buffer.config_types import FixedSizeBucketing as FixedSizeParams
+from megatron_buffer.config_layout import FixedSizeBucketing as FixedSizeParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_buffer.config_types import ArrivalDispatch as ArrivalDispatchParams
+from megatron_buffer.config_runtime import ArrivalDispatch as ArrivalDispatchParams
 from megatron_buffer.strategies.registry import strategy
 
 

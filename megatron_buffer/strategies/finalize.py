@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_buffer.config_types import UpstreamFinalize as UpstreamFinalizeParams
+from megatron_buffer.config_runtime import UpstreamFinalize as UpstreamFinalizeParams
 from megatron_buffer.strategies.registry import strategy
 
 UPSTREAM_STEPS = (

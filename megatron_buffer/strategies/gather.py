@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from megatron_buffer.config_types import UpstreamGather as UpstreamGatherParams
+from megatron_buffer.config_runtime import UpstreamGather as UpstreamGatherParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_buffer.config_types import UpstreamGrouping as UpstreamGroupingParams
+from megatron_buffer.config_layout import UpstreamGrouping as UpstreamGroupingParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_buffer.config_types import SharedEmbeddingIsolation as SharedEmbeddingParams
+from megatron_buffer.config_layout import SharedEmbeddingIsolation as SharedEmbeddingParams
 from megatron_buffer.strategies.registry import strategy
 
 

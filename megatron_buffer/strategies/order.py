@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_buffer.config_types import ReverseOrder as ReverseOrderParams
+from megatron_buffer.config_layout import ReverseOrder as ReverseOrderParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from megatron_buffer.config_types import MegatronPadding as MegatronPaddingParams
+from megatron_buffer.config_layout import MegatronPadding as MegatronPaddingParams
 from megatron_buffer.strategies.registry import strategy
 
 _HIGH_BUSBW_ELEMS = 2**16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from megatron_buffer.config_types import GoldenLazy as GoldenLazyParams
+from megatron_buffer.config_runtime import GoldenLazy as GoldenLazyParams
 from megatron_buffer.strategies.registry import strategy
 
 Counts = dict[Hashable, int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from megatron_buffer.config_types import UpstreamReduce as UpstreamReduceParams
+from megatron_buffer.config_runtime import UpstreamReduce as UpstreamReduceParams
 from megatron_buffer.strategies.registry import strategy
 
 ReduceKind = Literal['all_reduce', 'reduce_scatter', 'a2a_fp32_sum']

@@ -10,24 +10,24 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_buffer.config_types import StrategyParams
+from megatron_buffer.config_base import StrategyParams
 from megatron_buffer.errors import RegistryError
 
 _AXIS_MODULES = {
-    'buffer_grouping': 'grouping',
-    'param_order': 'order',
-    'bucketing': 'bucketing',
-    'bucket_isolation': 'isolation',
-    'padding': 'padding',
-    'bucket_groups': 'bucket_groups',
-    'readiness': 'readiness',
-    'dispatch_order': 'dispatch',
-    'unused_params': 'unused',
-    'scaling': 'scaling',
-    'accumulation': 'accumulation',
-    'grad_reduce': 'reduce',
-    'param_gather': 'gather',
-    'finalize': 'finalize',
+    'buffer_grouping': ('grouping',),
+    'param_order': ('order', 'recorded'),
+    'bucketing': ('bucketing',),
+    'bucket_isolation': ('isolation',),
+    'padding': ('padding',),
+    'bucket_groups': ('bucket_groups',),
+    'readiness': ('readiness',),
+    'dispatch_order': ('dispatch',),
+    'unused_params': ('unused',),
+    'scaling': ('scaling',),
+    'accumulation': ('accumulation',),
+    'grad_reduce': ('reduce',),
+    'param_gather': ('gather',),
+    'finalize': ('finalize',),
 }
 
 _BUILT_IN: dict[tuple[str, type], type] = {}
@@ -66,7 +66,8 @@ def make_strategy(axis: str, params: StrategyParams) -> Any:
     """
     if axis not in _AXIS_MODULES:
         raise RegistryError(f'unknown axis {axis!r}; there are {", ".join(_AXIS_MODULES)}')
-    importlib.import_module(f'megatron_buffer.strategies.{_AXIS_MODULES[axis]}')
+    for module in _AXIS_MODULES[axis]:
+        importlib.import_module(f'megatron_buffer.strategies.{module}')
     cls: type[Any] | None = _BUILT_IN.get((axis, type(params)))
     if cls is None:
         from megatron_buffer.config_catalog import third_party_strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-from megatron_buffer.config_types import PrescaleScaling as PrescaleParams
+from megatron_buffer.config_runtime import PrescaleScaling as PrescaleParams
 from megatron_buffer.strategies.registry import strategy
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from megatron_buffer.config_types import UpstreamUnused as UpstreamUnusedParams
+from megatron_buffer.config_runtime import UpstreamUnused as UpstreamUnusedParams
 from megatron_buffer.errors import ReadinessError
 from megatron_buffer.strategies.registry import strategy
 

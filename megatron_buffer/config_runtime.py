@@ -1,0 +1,246 @@
+"""Parameters of the strategies that act at run time: readiness to finalize.
+
+The first line of a docstring is the strategy's one-line meaning, and a string under a field documents
+that parameter: the command line, the JSON schema and the error messages read them from here. The code
+that acts on them is in ``strategies/``. Imports neither torch nor megatron.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron_buffer.config_base import DDP, FINALIZE, PGB, STRICT, Pattern
+
+# readiness ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GoldenLazy:
+    """Counts gradients in the first batch, without overlap; later batches expect the same."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['golden_lazy'] = 'golden_lazy'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CountRule:
+    """Parameters whose full name matches report so many gradients per synchronised backward pass."""
+
+    pattern: Pattern
+    """Shell-style pattern of parameter names."""
+    count: Annotated[int, Field(ge=0)]
+    """Gradients per backward pass: 2 for a parameter used in two re-entrant checkpoints, 0 for one that
+    is not used."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GoldenStatic:
+    """Counts known before the first backward, so that the first batch overlaps too; late ones are reduced."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['golden_static'] = 'golden_static'
+    counts: tuple[CountRule, ...] = ()
+    """Counts that are known better, like {pattern: '*.shared.*', count: 2}; the first rule that matches
+    counts. All others are read from the autograd graph of the first forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GoldenChecked:
+    """As golden_lazy, but a gradient that comes after its group was dispatched is never lost."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['golden_checked'] = 'golden_checked'
+    on_late: Literal['reduce', 'error'] = 'reduce'
+    """reduce: late gradients are kept aside, and all ranks reduce them together at finish; this costs one
+    small all-reduce per iteration and process group. error: the first one stops the run, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Deferred:
+    """Nothing is reduced before backward has ended: no overlap (control)."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['deferred'] = 'deferred'
+
+
+# dispatch_order -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ArrivalDispatch:
+    """A group is reduced when it is ready, in the order of this rank's own autograd."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['arrival'] = 'arrival'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class InOrderDispatch:
+    """Groups are reduced in the same order on every rank: as backward is expected to complete them."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
+    name: Literal['in_order'] = 'in_order'
+
+
+# unused_params ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UpstreamUnused:
+    """An error, by name, where stock asserts (overlap on, group partly ready), else a warning."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.finish_grad_sync'
+    name: Literal['upstream'] = 'upstream'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UnusedIsError:
+    """A parameter without a gradient stops the run, by name."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.finish_grad_sync'
+    name: Literal['error'] = 'error'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ZeroFillUnused:
+    """Zeros are reduced for it, with one warning that names it; overlap survives."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.finish_grad_sync'
+    name: Literal['zero_fill'] = 'zero_fill'
+
+
+# scaling ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PrescaleScaling:
+    """Scaled before the reduction, as average_in_collective and per-token loss ask."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
+    name: Literal['prescale'] = 'prescale'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AverageScaling:
+    """The collective averages (ReduceOp.AVG)."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
+    name: Literal['average'] = 'average'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ShardPostscale:
+    """Summed unscaled; then only the shard that this rank owns is scaled."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
+    name: Literal['shard_postscale'] = 'shard_postscale'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PremulSum:
+    """NCCL multiplies each contribution while it sums (GPU only)."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
+    name: Literal['premul_sum'] = 'premul_sum'
+
+
+# accumulation -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ZeroThenAdd:
+    """The grad buffer is zeroed before each step, and every micro-batch adds to it."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}._make_backward_post_hook'
+    name: Literal['zero_then_add'] = 'zero_then_add'
+
+
+# grad_reduce --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UpstreamReduce:
+    """All-reduce, or reduce-scatter with the distributed optimizer: what ddp_config says."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_grad_sync'
+    name: Literal['upstream'] = 'upstream'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AllReduceGrads:
+    """Whole buckets are all-reduced, with the distributed optimizer too."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_grad_sync'
+    name: Literal['all_reduce'] = 'all_reduce'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReduceScatterGrads:
+    """Each rank gets the sum of its own shard only; needs the distributed optimizer."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_grad_sync'
+    name: Literal['reduce_scatter'] = 'reduce_scatter'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AllToAllFp32Sum:
+    """Shards are sent to their owner in a narrow dtype and summed there in fp32."""
+
+    upstream_symbol: ClassVar[str] = (
+        'megatron/core/distributed/reduce_scatter_with_fp32_accumulation.py: '
+        'reduce_scatter_with_fp32_accumulation'
+    )
+    name: Literal['a2a_fp32_sum'] = 'a2a_fp32_sum'
+    wire_dtype: Literal['bf16', 'fp16', 'fp32'] | None = None
+    """Dtype on the wire; bf16 under an fp32 buffer halves the bytes. null: that of the buffer."""
+
+
+# param_gather -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UpstreamGather:
+    """Parameters are gathered per group; with overlap, when the forward pass first needs them."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_param_sync'
+    name: Literal['upstream'] = 'upstream'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EagerGather:
+    """The gather that forward needs first is started right after the optimizer step."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_param_sync'
+    name: Literal['eager'] = 'eager'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PerDtypeGather:
+    """No gather takes buckets of several dtypes together."""
+
+    upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_param_sync'
+    name: Literal['per_dtype'] = 'per_dtype'
+
+
+# finalize -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class UpstreamFinalize:
+    """Upstream's own steps, in upstream's order."""
+
+    upstream_symbol: ClassVar[str] = f'{FINALIZE}: finalize_model_grads'
+    name: Literal['upstream'] = 'upstream'
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FinalizeSteps:
+    """Named steps in a given order, with options."""
+
+    upstream_symbol: ClassVar[str] = f'{FINALIZE}: finalize_model_grads'
+    name: Literal['steps'] = 'steps'
+    order: tuple[str, ...] | None = None
+    """Names of steps, upstream's or third parties', in the order in which they run. null: upstream's."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of single steps, such as {non_tp_grads: {chunk_bytes: 268435456}}."""

@@ -1,0 +1,1 @@
+"""``param_order: recorded``: the order that a profile file holds."""
