@@ -1,7 +1,8 @@
 """The command ``megatron-buffer``: one subcommand, one function.
 
-Exit codes: 0 all right, 1 something was found (``doctor``), 2 bad input. ``validate``, ``schema``
-and ``strategies`` import neither torch nor megatron. Upstream has no counterpart.
+Exit codes: 0 all right, 1 something was found (``doctor``, ``layout --diff``), 2 bad input.
+``validate``, ``schema`` and ``strategies`` import neither torch nor megatron. Upstream has no
+counterpart.
 """
 
 from __future__ import annotations
@@ -18,25 +19,33 @@ from megatron_buffer import __version__
 from megatron_buffer.config import (
     AXES,
     Axis,
+    BufferConfig,
     config_hash,
     json_schema,
     load_config,
-    shipped_configs,
+    shipped_names,
     third_party_strategies,
     to_dict,
 )
-from megatron_buffer.config_catalog import one_line_meaning, origin, param_docs
-from megatron_buffer.errors import ConfigError, RegistryError
+from megatron_buffer.config_catalog import FINALIZE_STEP, one_line_meaning, origin, param_docs
+from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
+from megatron_buffer.config_steps import STEPS
+from megatron_buffer.errors import ConfigError, LayoutError, RegistryError
+from megatron_buffer.planner import command as planner
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 OK, FOUND_SOMETHING, BAD_INPUT = 0, 1, 2
 
-_NOT_YET = (
-    'checkpoint.layout_guard and checkpoint.repair_fully_reshardable are accepted, but take effect '
-    'only in a later release; until then optimizer checkpoints are written and read as in stock '
-    'Megatron'
+_UNGUARDED = (
+    'checkpoint.layout_guard is false: optimizer state that was saved under another layout is loaded '
+    'into the wrong parameters, with a warning only'
+)
+_UNREPAIRED = (
+    'checkpoint.repair_fully_reshardable is never: Megatron up to 0.19.2 saves wrong optimizer state in '
+    'format fully_reshardable, with a warning only'
 )
 
 
@@ -87,10 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         'configs',
         nargs='+',
         metavar='CONFIG',
-        help=f'a YAML file, or the name of a shipped config: {", ".join(shipped_configs())}',
+        help=f'a YAML file, or the name of a shipped config: {shipped_names()}',
     )
     add('schema', schema, 'print the JSON schema of a config file, for editors')
     add('strategies', strategies, 'list every axis and the strategies that a config can name')
+    sub = add('layout', layout, planner.SUMMARY)
+    planner.add_layout_arguments(sub)
     add('doctor', doctor, 'check whether the buffer can be installed into Megatron-Core here')
     # Only to be listed in --help: main() takes this command before argparse sees it.
     commands.add_parser('run', help='run an unmodified Megatron script with --use-custom-buffer')
@@ -129,8 +140,14 @@ def _validate_one(source: str) -> dict[str, Any]:
         'hash': config_hash(config),
         'short': config.short_str(),
         'config': to_dict(config),
-        'notes': [_NOT_YET],
+        'notes': _notes(config),
     }
+
+
+def _notes(config: BufferConfig) -> list[str]:
+    """What is allowed, and takes away a protection."""
+    unrepaired = config.checkpoint.repair_fully_reshardable == 'never'
+    return [_UNGUARDED] * (not config.checkpoint.layout_guard) + [_UNREPAIRED] * unrepaired
 
 
 def schema(options: argparse.Namespace) -> int:
@@ -144,7 +161,7 @@ def strategies(options: argparse.Namespace) -> int:
     """Lists the strategies of every axis: built-in, third-party and planned."""
     listing = [_describe_axis(axis) for axis in AXES.values()]
     if options.json:
-        _print_json({'axes': listing})
+        _print_json({'axes': listing, 'incompatible': [_describe_pair(r) for r in INCOMPATIBLE]})
         return OK
     from rich import box
     from rich.table import Table
@@ -155,68 +172,120 @@ def strategies(options: argparse.Namespace) -> int:
     table.add_column('meaning, parameters and the upstream code it stands for', overflow='fold')
     table.add_column('from', min_width=len('not built yet'))
     for axis in listing:
-        table.add_row(Text(axis['key'], 'bold'), Text(axis['meaning'], 'bold'))
+        about = Text.assemble((axis['meaning'], 'bold'), *_symbols(axis['upstream_symbol']))
+        table.add_row(Text(axis['key'], 'bold'), about)
         for item in axis['strategies']:
             default = ' (default)' if item['name'] == axis['default'] else ''
-            about = Text(item['meaning'] or 'imported only when a config names it')
-            for param in item['params'] or ():
-                about.append(f'\n{_parameter_text(param)}')
-            for symbol in (item['upstream_symbol'] or '').split('; '):
-                about.append(f'\n{symbol}' if symbol else '', 'dim')
+            about = _about(item, above=axis['upstream_symbol'])
             table.add_row(Text(f'  {item["name"]}{default}'), about, Text(item['origin']))
         for item in axis['planned']:
             row = (f'  {item["name"]}', Text(item['meaning']), 'not built yet')
             table.add_row(*row, style='dim')
+        for item in axis['steps']:
+            name = f'    {item["name"]}'
+            table.add_row(Text(name), _about(item), Text(item['origin']))
         table.add_row()
+    table.add_row(Text('cannot be combined', 'bold'), Text('everything else can be', 'bold'))
+    for rule in INCOMPATIBLE:
+        table.add_row(Text(f'  {rule.names[0]}'), Text(f'with {rule.names[1]}'))
+        table.add_row('', Text(f'{rule.reason}. {rule.way_out}', 'dim'))
     _console().print(table)
     return OK
 
 
+def _about(item: dict[str, Any], above: str = '') -> Text:
+    """Meaning and parameters of a strategy or a step; its upstream symbol if not the one ``above``."""
+    from rich.text import Text
+
+    about = Text(item['meaning'] or 'imported only when a config names it')
+    for param in item['params'] or ():
+        about.append(f'\n{_parameter_text(param)}')
+    symbol = item['upstream_symbol']
+    return about.append_text(Text.assemble(*_symbols('' if symbol == above else symbol)))
+
+
+def _symbols(symbols: str | None) -> list[tuple[str, str]]:
+    return [(f'\n{symbol}', 'dim') for symbol in (symbols or '').split('; ') if symbol]
+
+
 def _describe_axis(axis: Axis) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
-    for name, cls in axis.strategies.items():
-        found.append(
-            {
-                'name': name,
-                'meaning': one_line_meaning(cls),
-                'upstream_symbol': cls.upstream_symbol,
-                'origin': 'built-in',
-                'params': [
-                    {
-                        'name': doc.name,
-                        'expected': doc.expected,
-                        'required': doc.required,
-                        'default': doc.default,
-                        'description': doc.description,
-                    }
-                    for doc in param_docs(cls)
-                ],
-            }
-        )
-    for (key, name), entry_point in sorted(third_party_strategies().items()):
-        if key == axis.key:
-            found.append(
-                {
-                    'name': name,
-                    'meaning': None,
-                    'upstream_symbol': None,
-                    'origin': origin(entry_point),
-                    'params': None,
-                }
-            )
+    ours = [
+        _built_in(name, one_line_meaning(cls), cls.upstream_symbol, cls)
+        for name, cls in axis.strategies.items()
+    ]
+    steps: list[dict[str, Any]] = []
+    if axis.key == 'finalize':
+        steps = [
+            _built_in(name, step.meaning, step.upstream_symbol, step.options)
+            for name, step in STEPS.items()
+        ]
+        steps += _third_party(FINALIZE_STEP)
     return {
         'key': axis.key,
         'meaning': axis.meaning,
         'upstream_symbol': axis.upstream_symbol,
         'default': axis.default,
-        'strategies': found,
+        'strategies': ours + _third_party(axis.key),
         'planned': [{'name': k, 'meaning': v} for k, v in axis.planned.items()],
+        'steps': steps,
+    }
+
+
+def _built_in(name: str, meaning: str, symbol: str, params: type[Any]) -> dict[str, Any]:
+    return {
+        'name': name,
+        'meaning': meaning,
+        'upstream_symbol': symbol,
+        'origin': 'built-in',
+        'params': [
+            {
+                'name': doc.name,
+                'expected': doc.expected,
+                'required': doc.required,
+                'default': doc.default,
+                'description': doc.description,
+            }
+            for doc in param_docs(params)
+        ],
+    }
+
+
+def _third_party(axis: str) -> list[dict[str, Any]]:
+    """What other distributions provide for an axis (or the finalize steps), none of it imported."""
+    return [
+        {
+            'name': name,
+            'meaning': None,
+            'upstream_symbol': None,
+            'origin': origin(entry_point),
+            'params': None,
+        }
+        for (key, name), entry_point in sorted(third_party_strategies().items())
+        if key == axis
+    ]
+
+
+def _describe_pair(rule: Incompatible) -> dict[str, Any]:
+    return {
+        'paths': rule.paths,
+        'strategies': [choice.name for choice in rule.choices],
+        'reason': rule.reason,
+        'way_out': rule.way_out,
     }
 
 
 def _parameter_text(param: dict[str, Any]) -> str:
     default = 'required' if param['required'] else f'= {json.dumps(param["default"])}'
     return f'  {param["name"]} {default} ({param["expected"]})'
+
+
+def layout(options: argparse.Namespace) -> int:
+    """Shows the layout of a config on a model, or what differs between two of them."""
+    try:
+        return planner.layout(options, _console())
+    except LayoutError as error:
+        _say_error(error)
+        return BAD_INPUT
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -1,11 +1,13 @@
 """The config: YAML, a shipped name or a mapping in, a frozen :class:`BufferConfig` out.
 
-This is the module to import. ``config_types`` holds the dataclasses and the table of axes,
-``config_yaml`` reads files, ``config_check`` checks what they say, ``config_catalog`` knows every
-parameter and the third-party strategies. None of them imports torch or megatron, and a third
+This is the module to import. ``config_types`` holds the table of axes, ``config_layout`` and
+``config_runtime`` the dataclasses of their strategies; ``config_yaml`` reads files, ``config_check``
+checks what they say, ``config_compat`` which choices work together, and ``config_catalog`` knows
+every parameter and the third-party strategies. None of them imports torch or megatron, and a third
 party's code is imported only when a config names its strategy. Upstream has no counterpart.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -34,7 +36,7 @@ from megatron_buffer.config_types import (
     ChecksConfig,
     StrategyParams,
 )
-from megatron_buffer.config_yaml import Document, did_you_mean, parse, read_file
+from megatron_buffer.config_yaml import Document, parse, read_file
 from megatron_buffer.errors import ConfigError
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     'json_schema',
     'load_config',
     'shipped_configs',
+    'shipped_names',
     'third_party_strategies',
     'third_party_strategy',
     'to_dict',
@@ -98,6 +101,16 @@ def shipped_configs() -> dict[str, Path]:
     return {name: paths[name] for name in sorted(paths) if not name.startswith('models/')}
 
 
+def shipped_names() -> str:
+    """The names of the shipped configs in a few words, however many there are."""
+    names = list(shipped_configs())
+    many = [name for name in names if name.startswith('ablations/')]
+    short = [name for name in names if name not in many]
+    if many:
+        short.append(f'ablations/AXIS-STRATEGY ({len(many)}, such as {min(many, key=len)})')
+    return ', '.join(short) or 'none, so this installation is incomplete'
+
+
 def _find(name: str) -> str:
     """The file that a string given as config means: a shipped one first, then a path."""
     shipped = shipped_configs()
@@ -106,17 +119,26 @@ def _find(name: str) -> str:
     path = os.path.expanduser(name)
     if '/' in name or name.endswith(('.yaml', '.yml')) or os.path.isfile(path):
         stem = re.sub(r'^(\./)?(configs/)?|\.ya?ml$', '', name)
-        if stem not in shipped or os.path.lexists(path):
-            return path
-        raise ConfigError(
-            f'{name}: no such file (looked for {os.path.abspath(path)}). To use the config of that '
-            f'name that comes with the package, write {stem!r}, without folder and suffix',
-            source=name,
-        )
-    raise ConfigError(
+        if stem in shipped and not os.path.lexists(path):
+            raise ConfigError(
+                f'{name}: no such file (looked for {os.path.abspath(path)}). To use the config of '
+                f"that name that comes with the package, write {stem!r}, without 'configs/' and "
+                'suffix',
+                source=name,
+            )
+        if stem == name and name.startswith('ablations/') and not os.path.lexists(path):
+            raise _no_such_config(name, shipped)
+        return path
+    raise _no_such_config(name, shipped)
+
+
+def _no_such_config(name: str, shipped: Mapping[str, Path]) -> ConfigError:
+    by_last_part = {path.rpartition('/')[2]: path for path in shipped}
+    close = difflib.get_close_matches(name.rpartition('/')[2].lower(), by_last_part, n=1)
+    near = f' Did you mean {by_last_part[close[0]]!r}?' if close else ''
+    return ConfigError(
         f'no config named {reprlib.repr(name)} comes with the package; there are: '
-        f'{", ".join(shipped) or "none, so this installation is incomplete"}.'
-        f"{did_you_mean(name, shipped)} A path must contain a '/' or end in .yaml",
+        f"{shipped_names()}.{near} A path must contain a '/' or end in .yaml",
         source=name,
     )
 
@@ -154,11 +176,14 @@ def json_schema() -> dict[str, Any]:
             'description': 'Version of the shape of this file.',
         }
     }
+    defs: dict[str, Any] = {}
     for axis in AXES.values():
-        forms: list[dict[str, Any]] = [_null_form()]
+        forms: list[Mapping[str, Any]] = [_null_form()]
         for name, cls in axis.strategies.items():
             forms.append({'const': name, 'description': one_line_meaning(cls)})
-            forms.append(_object_form(cls, name))
+            forms.append(_object_form(cls, defs, name))
+        if axis.key == 'finalize':
+            forms.append(_LIST_OF_STEPS)
         for (key, name), entry_point in third_party.items():
             if key == axis.key:
                 description = f'From {origin(entry_point)}.'
@@ -179,7 +204,7 @@ def json_schema() -> dict[str, Any]:
     for key, cls in (('checkpoint', CheckpointConfig), ('checks', ChecksConfig)):
         properties[key] = {
             'description': one_line_meaning(cls),
-            'oneOf': [_null_form(), _object_form(cls)],
+            'oneOf': [_null_form(), _object_form(cls, defs)],
         }
     return {
         '$schema': 'https://json-schema.org/draft/2020-12/schema',
@@ -188,15 +213,30 @@ def json_schema() -> dict[str, Any]:
         'properties': properties,
         'required': ['schema_version'],
         'additionalProperties': False,
+        '$defs': defs,
     }
+
+
+_LIST_OF_STEPS: Mapping[str, Any] = {
+    'type': 'array',
+    'description': 'Steps in the order they run in; options of a step stand beside its name.',
+    'items': {
+        'oneOf': [
+            {'type': 'string'},
+            {'type': 'object', 'properties': {'name': {'type': 'string'}}, 'required': ['name']},
+        ]
+    },
+}
 
 
 def _null_form() -> dict[str, Any]:
     return {'type': 'null', 'description': "Upstream's choice."}
 
 
-def _object_form(cls: type[Any], name: str | None = None) -> dict[str, Any]:
+def _object_form(cls: type[Any], defs: dict[str, Any], name: str | None = None) -> dict[str, Any]:
+    """The schema of a mapping; definitions that it refers to are added to ``defs``, at the root."""
     schema = adapter(cls).json_schema()
+    defs.update(schema.pop('$defs', {}))
     if name is not None:
         schema['properties']['name'] = {'const': name}
         schema['required'] = ['name', *schema.get('required', ())]

@@ -2,8 +2,9 @@
 
 Third-party strategies are entry points of the group ``megatron_buffer.strategies``: the entry's
 name is ``<axis>.<name>``, its value a class whose attribute ``Params`` is a frozen dataclass with a
-``name``. They are listed from installed metadata; their code is imported only when a config names
-them. Used by :mod:`megatron_buffer.config` and the command line.
+``name``. A finalize step is ``finalize_step.<name>``; its ``Params`` are its options. They are listed
+from installed metadata; their code is imported only when a config names them. Used by
+:mod:`megatron_buffer.config` and the command line.
 """
 
 import dataclasses
@@ -15,16 +16,21 @@ from importlib import metadata
 from typing import Any, cast
 
 from pydantic import PydanticUserError, TypeAdapter
+from pydantic_core import to_jsonable_python
 
+from megatron_buffer.config_steps import STEPS
 from megatron_buffer.config_types import AXES
+from megatron_buffer.config_words import in_words, words_of_choice
 from megatron_buffer.errors import RegistryError
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = 'megatron_buffer.strategies'
+FINALIZE_STEP = 'finalize_step'
+"""What stands before the dot for a step of ``finalize``, in the place of an axis."""
 
 EntryPoints = Mapping[tuple[str, str], metadata.EntryPoint]
-"""Third-party strategies by axis and name."""
+"""Third-party strategies by axis and name; finalize steps under :data:`FINALIZE_STEP`."""
 
 
 # Third-party strategies ---------------------------------------------------------------------------
@@ -42,24 +48,27 @@ def third_party_strategies() -> EntryPoints:
     Raises:
         RegistryError: If two distributions (or one and ourselves) give one axis the same name.
     """
+    own_names = {key: axis.strategies.keys() for key, axis in AXES.items()}
+    own_names[FINALIZE_STEP] = STEPS.keys()
     strategies: dict[tuple[str, str], metadata.EntryPoint] = {}
     for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         axis, _, name = entry_point.name.partition('.')
-        if axis not in AXES or not name:
+        if axis not in own_names or not name:
             logger.warning(
                 'ignoring %r of %s: an entry point of the group %s must be named <axis>.<name>, '
                 'with one of the axes %s',
                 entry_point.name,
                 origin(entry_point),
                 ENTRY_POINT_GROUP,
-                ', '.join(AXES),
+                ', '.join(own_names),
             )
             continue
         other = strategies.get((axis, name))
-        if other is not None or name in AXES[axis].strategies:
+        if other is not None or name in own_names[axis]:
             first = origin(other) if other is not None else 'megatron-buffer itself'
+            what = 'finalize: two steps' if axis == FINALIZE_STEP else f'{axis}: two strategies'
             raise RegistryError(
-                f'{axis}: two strategies are named {name!r}, one from {first} and one from '
+                f'{what} are named {name!r}, one from {first} and one from '
                 f'{origin(entry_point)}; uninstall one of them, or have it renamed'
             )
         strategies[axis, name] = entry_point
@@ -81,6 +90,52 @@ def third_party_strategy(axis: str, name: str, strategies: EntryPoints | None = 
     if entry_point is None:
         raise RegistryError(f'{axis}: no installed distribution provides a strategy {name!r}')
     what = f'{axis}: strategy {name!r} of {origin(entry_point)} ({entry_point.value})'
+    cls = _load(entry_point, what)
+    if getattr(cls.Params, 'name', None) != name:
+        raise RegistryError(
+            f"{what}: its Params must have a field `name` with default {name!r}, found "
+            f"{getattr(cls.Params, 'name', None)!r}"
+        )
+    return cls
+
+
+def third_party_step(name: str, strategies: EntryPoints | None = None) -> type[Any]:
+    """Imports a third-party finalize step, and checks that it can be used.
+
+    Args:
+        name: Name of the step, as ``finalize.order`` gives it.
+        strategies: What :func:`third_party_strategies` returned, if it is at hand.
+
+    Raises:
+        RegistryError: If there is none of that name, or it cannot be used.
+    """
+    found = third_party_strategies() if strategies is None else strategies
+    entry_point = found.get((FINALIZE_STEP, name))
+    if entry_point is None:
+        raise RegistryError(f'finalize: no installed distribution provides a step {name!r}')
+    what = f'finalize: step {name!r} of {origin(entry_point)} ({entry_point.value})'
+    cls = _load(entry_point, what)
+    if not callable(getattr(cls, 'run', None)):
+        raise RegistryError(f'{what} has no method run(self, ctx)')
+    return cls
+
+
+def third_party_origins(config: Any) -> list[str]:
+    """Where each third-party strategy and step that a config names comes from, with its version.
+
+    Ranks whose installations differ differ here, though their configs are equal.
+
+    Args:
+        config: A :class:`megatron_buffer.config.BufferConfig`.
+    """
+    named = [(axis, str(getattr(config, axis).name)) for axis in AXES]
+    named += [(FINALIZE_STEP, name) for name in getattr(config.finalize, 'order', None) or ()]
+    found = third_party_strategies()
+    return [f'{key[0]} {key[1]} of {origin(found[key])}' for key in named if key in found]
+
+
+def _load(entry_point: metadata.EntryPoint, what: str) -> Any:
+    """The class behind an entry point, whose ``Params`` a config can fill."""
     try:
         cls: Any = entry_point.load()
     except Exception as error:
@@ -92,11 +147,6 @@ def third_party_strategy(axis: str, name: str, strategies: EntryPoints | None = 
         raise RegistryError(f'{what} has no dataclass as its attribute Params')
     if not cast(Any, params).__dataclass_params__.frozen:
         raise RegistryError(f'{what}: its Params must be a frozen dataclass')
-    if getattr(params, 'name', None) != name:
-        raise RegistryError(
-            f"{what}: its Params must have a field `name` with default {name!r}, found "
-            f"{getattr(params, 'name', None)!r}"
-        )
     try:
         param_docs(params)
     except (PydanticUserError, NameError) as error:
@@ -142,18 +192,29 @@ def adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 
 @functools.cache
+def schema_of(cls: type[Any]) -> Mapping[str, Any]:
+    """The JSON schema of a params dataclass."""
+    return adapter(cls).json_schema()
+
+
+@functools.cache
 def param_docs(cls: type[Any]) -> tuple[ParamDoc, ...]:
     """The parameters of a params dataclass in order, without its ``name``."""
-    schema = adapter(cls).json_schema()
+    schema = schema_of(cls)
     required = schema.get('required', [])
+    made = {
+        field.name: to_jsonable_python(field.default_factory())
+        for field in dataclasses.fields(cls)
+        if field.default_factory is not dataclasses.MISSING
+    }
     return tuple(
         ParamDoc(
             name=name,
-            expected=_expected(fragment, schema),
+            expected=in_words(fragment, schema),
             required=name in required,
-            default=fragment.get('default'),
+            default=fragment.get('default', made.get(name)),
             description=' '.join(fragment.get('description', '').split()),
-            choices=tuple(v for v in fragment.get('enum', ()) if isinstance(v, str)),
+            choices=words_of_choice(fragment, schema),
         )
         for name, fragment in schema.get('properties', {}).items()
         if name != 'name'
@@ -163,36 +224,3 @@ def param_docs(cls: type[Any]) -> tuple[ParamDoc, ...]:
 def one_line_meaning(cls: type[Any]) -> str:
     """The first line of a params dataclass's docstring."""
     return (cls.__doc__ or '').strip().partition('\n')[0]
-
-
-def _expected(fragment: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """A JSON schema fragment in words."""
-    if '$ref' in fragment:
-        name = str(fragment['$ref']).rpartition('/')[2]
-        return _expected(schema.get('$defs', {}).get(name, {}), schema)
-    for key in ('anyOf', 'oneOf'):
-        if key in fragment:
-            return ' or '.join(_expected(part, schema) for part in fragment[key])
-    if 'const' in fragment:
-        return json.dumps(fragment['const'])
-    if 'enum' in fragment:
-        return 'one of ' + ', '.join(map(str, fragment['enum']))
-    kind = fragment.get('type')
-    if kind == 'array':
-        return f'a list, each item {_expected(fragment.get("items", {}), schema)}'
-    words = {
-        'integer': 'an integer',
-        'number': 'a number',
-        'boolean': 'true or false',
-        'string': 'text',
-        'null': 'null',
-        'object': 'a mapping',
-    }
-    bounds = (
-        ('minimum', '>='),
-        ('exclusiveMinimum', '>'),
-        ('maximum', '<='),
-        ('exclusiveMaximum', '<'),
-    )
-    limits = [f'{sign} {fragment[bound]}' for bound, sign in bounds if bound in fragment]
-    return ' '.join([words.get(str(kind), 'a value'), ' and '.join(limits)]).strip()

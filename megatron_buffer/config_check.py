@@ -6,117 +6,40 @@ pydantic checks the parameters. Used by :mod:`megatron_buffer.config`.
 """
 
 import json
-import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_buffer.config_catalog import (
     EntryPoints,
-    ParamDoc,
     adapter,
     param_docs,
+    schema_of,
     third_party_strategies,
     third_party_strategy,
 )
+from megatron_buffer.config_compat import incompatibilities
+from megatron_buffer.config_finalize import check_finalize, options_of_steps
+from megatron_buffer.config_problems import Problems, found, plain, what_to_write
+from megatron_buffer.config_runtime import FinalizeSteps
 from megatron_buffer.config_types import (
     AXES,
-    PLANNED_CHECKS,
     SCHEMA_VERSION,
     Axis,
     BufferConfig,
     CheckpointConfig,
     ChecksConfig,
 )
-from megatron_buffer.config_yaml import Document, YamlPath, did_you_mean, dotted
-from megatron_buffer.errors import ConfigError
+from megatron_buffer.config_words import fragment_at, in_words, keys_at, words_of_choice
+from megatron_buffer.config_yaml import Document, YamlPath, did_you_mean
 
 _GENERAL: Mapping[str, type[Any]] = {'checkpoint': CheckpointConfig, 'checks': ChecksConfig}
+Place = tuple[str | int, ...]
 _VERSION_LINE = f'schema_version: {SCHEMA_VERSION}'
-_MAX_VALUES = 10_000
-_MAX_DEPTH = 20
-_MAX_INT = 2**63 - 1
-
-
-def found(value: object) -> str:
-    """How ``value`` is written in YAML, and of which kind it is, shortened."""
-    if value is None or isinstance(value, bool):
-        return {None: 'null', True: 'true', False: 'false'}[value]
-    if isinstance(value, str):
-        return f'{reprlib.repr(value)} (text)'
-    if isinstance(value, int):
-        return str(value) if abs(value) <= _MAX_INT else 'an integer beyond 64 bits'
-    if isinstance(value, float):
-        return f'{value!r} (a float)'
-    if isinstance(value, Mapping):
-        return 'a mapping'
-    if isinstance(value, list | tuple):
-        return 'a list'
-    return f'a value of type {type(value).__name__}'
-
-
-def _what_to_write(value: object, doc: ParamDoc) -> str:
-    """What to write instead, where the mistake is a usual one; else nothing."""
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_INT:
-        return f'write {int(value)}' if 'integer' in doc.expected else ''
-    if not isinstance(value, str):
-        return ''
-    text = value.strip().lower().replace('_', '').replace(',', '')
-    if 'integer' in doc.expected:
-        try:
-            number = float(text)
-        except ValueError:
-            return ''
-        if number.is_integer() and 0 < number <= _MAX_INT:
-            return f'write {int(number)}, without quotes'
-    if 'true' in doc.expected and text in ('true', 'false'):
-        return f'write {text}, without quotes'
-    return ''
-
-
-class _TooMuchError(Exception):
-    """A value is deeper, or holds more values, than any config can need."""
-
-
-class _Problems:
-    """What is wrong with one document, each thing with its YAML path and line."""
-
-    def __init__(self, source: str, lines: Mapping[YamlPath, int]) -> None:
-        self._source = source
-        self._lines = lines
-        self._found: list[tuple[int, YamlPath, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def add(self, path: YamlPath, text: str, line: int | None = None) -> None:
-        """Notes a problem; its line is that of the longest part of ``path`` that the file has."""
-        if line is None:
-            starts = (path[:length] for length in range(len(path), -1, -1))
-            line = next((self._lines[start] for start in starts if start in self._lines), 0)
-        self._found.append((line, path, text))
-
-    def add_bad_key(self, path: YamlPath) -> None:
-        self.add(path, f'a key must be text, found {found(path[-1])}; put it in quotes')
-
-    def raise_if_any(self) -> None:
-        """Raises one error with all problems so far, in the order of the file."""
-        if not self._found:
-            return
-        self._found.sort(key=lambda problem: problem[0])
-        said: list[str] = []
-        for line, path, text in self._found:
-            head = f'line {line}: ' if line else ''
-            said.append(f'  {head}{dotted(path)}{": " if path else ""}{text}')
-        raise ConfigError(
-            f'{self._source}: {len(said)} problem{"s" * (len(said) > 1)} in this config\n'
-            + '\n'.join(said),
-            yaml_path=dotted(self._found[0][1]),
-            source=self._source,
-        )
 
 
 def read_config(document: Document, source: str, needs_version: bool) -> BufferConfig:
@@ -131,7 +54,7 @@ def read_config(document: Document, source: str, needs_version: bool) -> BufferC
         ConfigError: With every problem of the document.
         RegistryError: If an installed third-party strategy is unusable or clashes with another.
     """
-    problems = _Problems(source, document.lines)
+    problems = Problems(source, document.lines)
     for path, first, second in document.duplicates:
         problems.add(path, f'given twice, on lines {first} and {second}; keep one', second)
     value: object = document.data
@@ -155,11 +78,15 @@ def read_config(document: Document, source: str, needs_version: bool) -> BufferC
     }
     for key, cls in _GENERAL.items():
         values[key] = _read_general(key, cls, data.get(key), problems)
+    if isinstance(values['finalize'], FinalizeSteps):
+        _check_steps(values['finalize'], data.get('finalize'), problems, third_party)
+    for rule in incompatibilities(values):
+        problems.add(rule.path, rule.text)
     problems.raise_if_any()
     return BufferConfig(source=source, **values)
 
 
-def _check_version(data: Mapping[Any, Any], problems: _Problems, needed: bool) -> None:
+def _check_version(data: Mapping[Any, Any], problems: Problems, needed: bool) -> None:
     version = data.get('schema_version')
     if 'schema_version' not in data:
         if needed:
@@ -178,7 +105,7 @@ def _check_version(data: Mapping[Any, Any], problems: _Problems, needed: bool) -
         problems.raise_if_any()
 
 
-def _read_strategy(axis: Axis, node: Any, problems: _Problems, third_party: EntryPoints) -> Any:
+def _read_strategy(axis: Axis, node: Any, problems: Problems, third_party: EntryPoints) -> Any:
     """The parameters of the strategy that ``node`` names, or None after a problem."""
     if node is None:
         return axis.strategies[axis.default]()
@@ -188,8 +115,11 @@ def _read_strategy(axis: Axis, node: Any, problems: _Problems, third_party: Entr
     shape = f'expected the name of a strategy, or a mapping like {{name: {axis.default}}}'
     if isinstance(node, str):
         node, name_path = {'name': node}, path
-    elif isinstance(node, list) and axis.key == 'finalize':
-        node, name_path = {'name': 'steps'}, path
+    elif isinstance(node, list | tuple) and axis.key == 'finalize':
+        so_far = len(problems)
+        node, name_path = _steps(path, cast(list[Any], node), problems), path
+        if len(problems) > so_far:
+            return None
     else:
         name_path = (*path, 'name')
     if not isinstance(node, Mapping):
@@ -210,6 +140,50 @@ def _read_strategy(axis: Axis, node: Any, problems: _Problems, third_party: Entr
     return _read_params(cls, path, node, f'strategy {name!r}', problems)
 
 
+def _steps(path: YamlPath, items: Sequence[Any], problems: Problems) -> dict[str, Any]:
+    """A bare list under ``finalize``: names of steps, or mappings of a name and its options."""
+    order: list[str] = []
+    options: dict[str, Any] = {}
+    for index, item in enumerate(items):
+        where: YamlPath = (*path, index)
+        named: Any = {'name': item} if isinstance(item, str) else item
+        said = cast(Mapping[Any, Any], named if isinstance(named, Mapping) else {})
+        name: object = said.get('name')
+        if not isinstance(name, str):
+            what = 'a mapping without a name' if said else found(cast(object, item))
+            problems.add(
+                where,
+                f'found {what}, expected the name of a step, or a mapping of a name and options '
+                'like {name: non_tp_grads, chunk_bytes: 268435456}',
+            )
+            continue
+        own = plain(where, {k: v for k, v in said.items() if k != 'name'}, problems)
+        order.append(name)
+        if own:
+            options[name] = own
+    return {'name': 'steps', 'order': order, 'options': options}
+
+
+def _check_steps(
+    params: FinalizeSteps, node: Any, problems: Problems, third_party: EntryPoints
+) -> None:
+    """Checks names, order and options of finalize steps; ``node`` is how the config says them."""
+
+    def place(path: YamlPath) -> YamlPath:
+        """``path`` as it is in the config, where a bare list has neither `order` nor `options`."""
+        if not isinstance(node, list | tuple) or len(path) < 3:
+            return path
+        axis, _, step, *rest = path
+        index = params.order.index(step) if params.order and isinstance(step, str) else step
+        return (axis, index, *rest)
+
+    for path, text in check_finalize(params, third_party):
+        problems.add(place(path), text)
+    for step in options_of_steps(params, third_party):
+        what = f'step {step.path[-1]!r}'
+        _read_params(step.options, place(step.path), step.said, what, problems)
+
+
 def _no_such_strategy(axis: Axis, name: str, names: list[str]) -> str:
     """Why ``name`` cannot be used: planned, or unknown; and what can."""
     usable = f'Valid strategies: {", ".join(names)}'
@@ -224,7 +198,7 @@ def _no_such_strategy(axis: Axis, name: str, names: list[str]) -> str:
     return f'unknown strategy {reprlib.repr(name)}.{hint} {usable}{unbuilt}'
 
 
-def _read_general(key: str, cls: type[Any], node: Any, problems: _Problems) -> Any:
+def _read_general(key: str, cls: type[Any], node: Any, problems: Problems) -> Any:
     if node is None:
         return cls()
     if type(node) is cls:
@@ -236,14 +210,13 @@ def _read_general(key: str, cls: type[Any], node: Any, problems: _Problems) -> A
 
 
 def _read_params(
-    cls: type[Any], path: YamlPath, node: Mapping[Any, Any], what: str, problems: _Problems
+    cls: type[Any], path: YamlPath, node: Mapping[Any, Any], what: str, problems: Problems
 ) -> Any:
     """``node`` as an instance of the dataclass ``cls``, or None after a problem."""
     docs = {doc.name: doc for doc in param_docs(cls)}
     known = {field.name for field in fields(cls)}
-    planned: Mapping[str, str] = PLANNED_CHECKS if cls is ChecksConfig else {}
     values: dict[str, Any] = {}
-    reported: set[str] = set()
+    reported: set[YamlPath] = set()
     problems_before = len(problems)
     for key, value in node.items():
         where = (*path, key)
@@ -251,86 +224,78 @@ def _read_params(
             problems.add_bad_key(where)
         elif key in known:
             so_far = len(problems)
-            values[key] = _plain(where, value, problems)
+            values[key] = plain(where, value, problems)
             if len(problems) > so_far:
-                reported.add(key)
-        elif key in planned:
-            problems.add(
-                where, f'{planned[key]}: part of the design, but not built yet; remove this line'
-            )
+                reported.add((key,))
         else:
-            valid = f'Valid: {", ".join(docs)}' if docs else 'It has no parameters'
-            problems.add(where, f'unknown parameter of {what}.{did_you_mean(key, docs)} {valid}')
+            problems.add(where, _unknown(key, tuple(docs), f'parameter of {what}'))
     try:
         # JSON mode: strict about types, and yet a YAML list may fill a tuple.
         built = adapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         for item in error.errors(include_url=False):
-            name = str(item['loc'][0]) if item['loc'] else ''
-            if name not in reported:
-                reported.add(name)
-                _add_param_problem(path, name, values, docs.get(name), item['msg'], problems)
+            _explain(item, cls, path, values, reported, problems)
         return None
     return built if len(problems) == problems_before else None
 
 
-def _add_param_problem(
+def _unknown(key: str, valid: tuple[str, ...], what: str = 'key') -> str:
+    names = f'Valid: {", ".join(valid)}' if valid else 'It has no parameters'
+    return f'unknown {what}.{did_you_mean(key, valid)} {names}'
+
+
+def _explain(
+    item: ErrorDetails,
+    cls: type[Any],
     path: YamlPath,
-    name: str,
-    values: Mapping[str, Any],
-    doc: ParamDoc | None,
-    message: str,
-    problems: _Problems,
+    values: dict[str, Any],
+    reported: set[YamlPath],
+    problems: Problems,
 ) -> None:
-    """Says in our words what pydantic found wrong with one parameter."""
-    if doc is None:
-        problems.add(path, message)
+    """Says in our words, and at its place, what pydantic found wrong with parameters of ``cls``."""
+    place, value = _reached(item['loc'], values)
+    context = item.get('ctx', {})
+    if item['type'] == 'missing':
+        place = (*place, cast(str, item['loc'][-1]))
+    elif item['type'] == 'given_twice':
+        place = (*place, int(context['index']))
+    # A list whose items are wrong is also called too short, and each branch of a union is an error.
+    if any(done[: len(place)] == place or place[: len(done)] == done for done in reported):
         return
-    if name not in values:
-        problems.add(path, f'{name} is missing, expected {doc.expected}')
-        return
-    value: object = values[name]
-    inner = f' ({message})' if type(value) in (list, dict) else ''
-    text = f'found {found(value)}, expected {doc.expected}{inner}'
-    default = '' if doc.required else f'leave it out for the default, {doc.default_text}'
-    advice = ', or '.join(part for part in (_what_to_write(value, doc), default) if part)
-    hint = did_you_mean(value, doc.choices) if isinstance(value, str) else ''
-    problems.add(
-        (*path, name), f'{text}{"; " if advice else ""}{advice}{"." if hint else ""}{hint}'
-    )
+    reported.add(place)
+    where: YamlPath = (*path, *place)
+    schema = schema_of(cls)
+    fragment = fragment_at(schema, place) if place else None
+    if item['type'] == 'missing':
+        expected = f', expected {in_words(fragment, schema)}' if fragment is not None else ''
+        problems.add(where[:-1], f'{where[-1]} is missing{expected}')
+    elif item['type'] == 'unexpected_keyword_argument':
+        problems.add(where, _unknown(str(place[-1]), keys_at(schema, place[:-1])))
+    elif fragment is None or item['type'] in ('value_error', 'assertion_error', 'given_twice'):
+        problems.add(where, str(context.get('error', item['msg'])))
+    else:
+        choice = words_of_choice(fragment, schema)
+        expected = in_words(fragment, schema)
+        default = next((d for d in param_docs(cls) if (d.name,) == place and not d.required), None)
+        leave = f'leave it out for the default, {default.default_text}' if default else ''
+        advice = ', or '.join(part for part in (what_to_write(value, expected), leave) if part)
+        hint = did_you_mean(value, choice) if isinstance(value, str) else ''
+        text = f'found {found(value)}, expected {expected}{"; " if advice else ""}{advice}'
+        problems.add(where, f'{text}{"." if hint else ""}{hint}')
 
 
-def _plain(path: YamlPath, value: Any, problems: _Problems) -> Any:
-    """``value`` as JSON can hold it; what JSON cannot hold is a problem and becomes None."""
-    left = _MAX_VALUES
+def _reached(loc: tuple[int | str, ...], values: dict[str, Any]) -> tuple[Place, object]:
+    """The place in ``values`` that pydantic means, and what is there.
 
-    def convert(where: YamlPath, value: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or len(where) > _MAX_DEPTH:
-            raise _TooMuchError
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int) and abs(value) <= _MAX_INT:
-            return int(value)
-        if isinstance(value, float) and math.isfinite(value):
-            return float(value)
-        if isinstance(value, str) and not any('\ud800' <= letter <= '\udfff' for letter in value):
-            return str(value)
-        if isinstance(value, list | tuple):
-            items = cast(list[Any], value)
-            return [convert((*where, index), item) for index, item in enumerate(items)]
-        if isinstance(value, Mapping):
-            plain: dict[str, Any] = {}
-            for key, item in cast(Mapping[Any, Any], value).items():
-                if isinstance(key, str):
-                    plain[key] = convert((*where, key), item)
-                else:
-                    problems.add_bad_key((*where, key))
-            return plain
-        return problems.add(where, f'found {found(value)}, expected a plain YAML value')
-
-    try:
-        return convert(path, value)
-    except _TooMuchError:
-        return problems.add(path, 'found more values, or deeper ones, than a config can need')
+    Pydantic's locations also name the branch of a union; such parts are left out.
+    """
+    at: Any = values
+    place: Place = ()
+    for key in loc:
+        try:
+            if not isinstance(at, str):
+                at = at[key]
+                place = (*place, key)
+        except (LookupError, TypeError):
+            continue
+    return place, at

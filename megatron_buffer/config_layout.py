@@ -1,8 +1,8 @@
 """Parameters of the strategies that shape a buffer: grouping, order, cuts, padding, bucket groups.
 
-The first line of a docstring is the strategy's one-line meaning, and a string under a field documents
-that parameter: the command line, the JSON schema and the error messages read them from here. The code
-that acts on them is in ``strategies/``. Imports neither torch nor megatron.
+The first line of a docstring is the strategy's one-line meaning, and a string under a field
+documents that parameter: the command line, the JSON schema and the error messages read them from
+here. The code that acts on them is in ``strategies/``. Imports neither torch nor megatron.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +15,10 @@ from megatron_buffer.config_base import (
     PER_BUFFER_LAYOUT,
     PGB,
     STRICT,
+    EachOnce,
     Pattern,
+    PositiveBytes,
+    PositiveCount,
     PositiveElems,
 )
 
@@ -42,13 +45,13 @@ class GradDtypeRule:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GradDtypeRules:
-    """As upstream, but patterns of names give parameters their own grad dtype, hence their own buffer."""
+    """As upstream, but patterns of names choose a grad dtype, and with it another buffer."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: group_params_for_buffers'
     name: Literal['grad_dtype_rules'] = 'grad_dtype_rules'
-    rules: Annotated[tuple[GradDtypeRule, ...], Field(min_length=1)]
-    """Rules like {pattern: '*.router.*', grad_dtype: fp32}; the first that matches a parameter counts, and
-    parameters without a rule are grouped as upstream groups them."""
+    rules: Annotated[tuple[GradDtypeRule, ...], Field(min_length=1), EachOnce]
+    """Rules like {pattern: '*.router.*', grad_dtype: fp32}; the first that matches a parameter
+    counts, and parameters without a rule are grouped as upstream groups them."""
 
 
 # param_order --------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ class ReverseOrder:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ForwardOrder:
-    """First registered parameter first: gradients arrive from the far end of the buffer (control)."""
+    """First registered parameter first: gradients come from the far end of the buffer (control)."""
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['forward'] = 'forward'
@@ -87,13 +90,13 @@ class RecordedOrder:
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['recorded'] = 'recorded'
     profile: Annotated[str, Field(min_length=1)]
-    """Path of the profile, relative to the working directory; every rank must be able to read it."""
+    """Path of the profile, relative to the working directory; every rank must have it."""
     layout_by: Literal['grad_arrival', 'forward_use'] = 'grad_arrival'
-    """grad_arrival: parameters lie in the order in which their gradients arrived in backward; forward_use:
-    in the reverse of the order in which forward first read them."""
+    """grad_arrival: parameters lie in the order in which their gradients arrived in backward;
+    forward_use: in the reverse of the order in which forward first read them."""
     chain_gathers: bool = True
-    """With overlap_param_gather, each group's gather starts the one that forward needed next, instead of
-    the next one in the buffer."""
+    """With overlap_param_gather, each group's gather starts the one that forward needed next,
+    instead of the next one in the buffer."""
 
 
 # bucketing ----------------------------------------------------------------------------------------
@@ -114,17 +117,17 @@ class FixedSizeBucketing:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CountBucketing:
-    """A given number of buckets of about equal size, counting the trainable parameters of each buffer."""
+    """A given number of buckets of about equal size, of the trainable parameters of each buffer."""
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['count'] = 'count'
-    num_buckets: Annotated[int, Field(ge=1)]
-    """Buckets per buffer, as far as it has that many parameters; isolated parameters come on top."""
+    num_buckets: PositiveCount
+    """Buckets per buffer, if it has so many parameters; isolated parameters come on top."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FirstLastBucketing:
-    """A small first bucket, so that communication starts early, and a small last one, exposed least."""
+    """A small first bucket, so that communication starts early; a small last one, to end early."""
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['first_last'] = 'first_last'
@@ -138,13 +141,13 @@ class FirstLastBucketing:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BalancedBucketing:
-    """As many buckets as bucket_size_elems asks for, as equal in size as can be, without a tiny tail."""
+    """As many buckets as bucket_size_elems asks for, as equal as can be, without a tiny tail."""
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['balanced'] = 'balanced'
     bucket_size_elems: PositiveElems | None = None
-    """Size to aim at: a run of N elements is cut into max(1, N // size) buckets whose largest is as small
-    as possible. null: what ddp_config or the command line says."""
+    """Size to aim at: a run of N elements is cut into max(1, N // size) buckets whose largest is as
+    small as possible. null: what ddp_config or the command line says."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -154,9 +157,10 @@ class PerModuleBucketing:
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['per_module'] = 'per_module'
     pattern: Pattern = '*layers.*'
-    """Shell-style pattern of module names; of nested modules that match, the outermost counts. Parameters
-    outside any such module go with the module before them in the buffer, or else the first one."""
-    modules_per_bucket: Annotated[int, Field(ge=1)] = 1
+    """Shell-style pattern of module names; of nested modules that match, the outermost counts.
+    Parameters outside any such module go with the module before them in the buffer, or else the
+    first one."""
+    modules_per_bucket: PositiveCount = 1
     """Modules that share a bucket."""
 
 
@@ -166,8 +170,8 @@ class ExplicitBucketing:
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['explicit'] = 'explicit'
-    boundaries: tuple[Pattern, ...]
-    """Full names of parameters, or shell-style patterns; a bucket ends with each one that matches."""
+    boundaries: Annotated[tuple[Pattern, ...], EachOnce]
+    """Full names of parameters, or shell-style patterns; a bucket ends with each that matches."""
 
 
 # bucket_isolation ---------------------------------------------------------------------------------
@@ -179,6 +183,9 @@ class SharedEmbeddingIsolation:
 
     upstream_symbol: ClassVar[str] = f'{PER_BUFFER_LAYOUT} (shared_embedding)'
     name: Literal['shared_embedding'] = 'shared_embedding'
+    pipeline_synced: bool = False
+    """Also what else finalize sums over pipeline stages (conditional embedders, flextron routers): stock
+    lets each stage shard them in its own way, and then sums shards that do not match."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -187,7 +194,7 @@ class PatternIsolation:
 
     upstream_symbol: ClassVar[str] = f'{PER_BUFFER_LAYOUT} (shared_embedding)'
     name: Literal['patterns'] = 'patterns'
-    patterns: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    patterns: Annotated[tuple[Pattern, ...], Field(min_length=1), EachOnce]
     """Shell-style patterns of parameter names. They also hold without the distributed optimizer."""
 
 
@@ -211,19 +218,19 @@ class MegatronPadding:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ByteAlignedPadding:
-    """Starts and ends at multiples of so many bytes, in the parameters' and the gradients' dtype alike."""
+    """Starts and ends at multiples of so many bytes (with the distributed optimizer)."""
 
     upstream_symbol: ClassVar[str] = f'{LAYOUT}: pad_param_start, pad_bucket_end'
     name: Literal['byte_aligned'] = 'byte_aligned'
-    param_start_bytes: PositiveElems = 128
-    """Each parameter starts at a multiple of this many bytes."""
-    bucket_end_bytes: PositiveElems = 256
+    param_start_bytes: PositiveBytes = 128
+    """Each parameter starts at a multiple of this many bytes, in both dtypes."""
+    bucket_end_bytes: PositiveBytes = 256
     """Each rank's shard of a bucket is a multiple of this many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MinimalPadding:
-    """Parameters touch each other; buckets end at multiples of dp_size, so that shards are equal."""
+    """No gaps; buckets end at multiples of dp_size (with the distributed optimizer)."""
 
     upstream_symbol: ClassVar[str] = f'{LAYOUT}: pad_param_start, pad_bucket_end'
     name: Literal['minimal'] = 'minimal'
@@ -250,7 +257,7 @@ class SeparateGroups:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SingleGroup:
-    """All buckets that share a process group communicate together: one collective, no overlap."""
+    """All buckets that share a process group communicate together, at the end: no overlap."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: partition_buckets'
     name: Literal['single'] = 'single'

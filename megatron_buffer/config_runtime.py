@@ -1,16 +1,17 @@
 """Parameters of the strategies that act at run time: readiness to finalize.
 
-The first line of a docstring is the strategy's one-line meaning, and a string under a field documents
-that parameter: the command line, the JSON schema and the error messages read them from here. The code
-that acts on them is in ``strategies/``. Imports neither torch nor megatron.
+The first line of a docstring is the strategy's one-line meaning, and a string under a field
+documents that parameter: the command line, the JSON schema and the error messages read them from
+here. The code that acts on them is in ``strategies/``. Imports neither torch nor megatron.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+import dataclasses
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from megatron_buffer.config_base import DDP, FINALIZE, PGB, STRICT, Pattern
+from megatron_buffer.config_base import DDP, FINALIZE, PGB, STRICT, EachOnce, Pattern
 
 # readiness ----------------------------------------------------------------------------------------
 
@@ -25,24 +26,24 @@ class GoldenLazy:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CountRule:
-    """Parameters whose full name matches report so many gradients per synchronised backward pass."""
+    """Parameters whose full name matches report so many gradients per backward pass."""
 
     pattern: Pattern
     """Shell-style pattern of parameter names."""
     count: Annotated[int, Field(ge=0)]
-    """Gradients per backward pass: 2 for a parameter used in two re-entrant checkpoints, 0 for one that
-    is not used."""
+    """Gradients per backward pass: 2 for a parameter used in two re-entrant checkpoints, 0 for one
+    that is not used."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GoldenStatic:
-    """Counts known before the first backward, so that the first batch overlaps too; late ones are reduced."""
+    """Counts known before the first batch, which so overlaps too; wrong ones are put right."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
     name: Literal['golden_static'] = 'golden_static'
-    counts: tuple[CountRule, ...] = ()
-    """Counts that are known better, like {pattern: '*.shared.*', count: 2}; the first rule that matches
-    counts. All others are read from the autograd graph of the first forward pass."""
+    counts: Annotated[tuple[CountRule, ...], EachOnce] = ()
+    """Counts that are known better, like {pattern: '*.shared.*', count: 2}; the first rule that
+    matches decides. All others are read from the autograd graph of the first forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,8 +53,9 @@ class GoldenChecked:
     upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
     name: Literal['golden_checked'] = 'golden_checked'
     on_late: Literal['reduce', 'error'] = 'reduce'
-    """reduce: late gradients are kept aside, and all ranks reduce them together at finish; this costs one
-    small all-reduce per iteration and process group. error: the first one stops the run, by name."""
+    """reduce: late gradients are kept aside, and all ranks reduce them together at finish; this
+    costs one small all-reduce per iteration and process group. error: the first one stops the run,
+    by name."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,7 +79,7 @@ class ArrivalDispatch:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class InOrderDispatch:
-    """Groups are reduced in the same order on every rank: as backward is expected to complete them."""
+    """Groups are reduced in one order on every rank: as backward is expected to complete them."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.register_grad_ready, reset'
     name: Literal['in_order'] = 'in_order'
@@ -123,7 +125,7 @@ class PrescaleScaling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AverageScaling:
-    """The collective averages (ReduceOp.AVG)."""
+    """The collective averages (ReduceOp.AVG), whatever average_in_collective says."""
 
     upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
     name: Literal['average'] = 'average'
@@ -131,7 +133,7 @@ class AverageScaling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ShardPostscale:
-    """Summed unscaled; then only the shard that this rank owns is scaled."""
+    """Summed unscaled; then only the owned shard is scaled. Not with fp16 gradients."""
 
     upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
     name: Literal['shard_postscale'] = 'shard_postscale'
@@ -139,7 +141,7 @@ class ShardPostscale:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PremulSum:
-    """NCCL multiplies each contribution while it sums (GPU only)."""
+    """NCCL multiplies each contribution while it sums. Needs NCCL, so GPUs."""
 
     upstream_symbol: ClassVar[str] = f'{DDP}.__init__ (gradient_scaling_factor)'
     name: Literal['premul_sum'] = 'premul_sum'
@@ -177,7 +179,7 @@ class AllReduceGrads:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReduceScatterGrads:
-    """Each rank gets the sum of its own shard only; needs the distributed optimizer."""
+    """Each rank gets the sum of its own shard only. Needs the distributed optimizer."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_grad_sync'
     name: Literal['reduce_scatter'] = 'reduce_scatter'
@@ -185,7 +187,7 @@ class ReduceScatterGrads:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AllToAllFp32Sum:
-    """Shards are sent to their owner in a narrow dtype and summed there in fp32."""
+    """Shards go to their owner in a narrow dtype and add up in fp32 (distributed optimizer)."""
 
     upstream_symbol: ClassVar[str] = (
         'megatron/core/distributed/reduce_scatter_with_fp32_accumulation.py: '
@@ -193,7 +195,8 @@ class AllToAllFp32Sum:
     )
     name: Literal['a2a_fp32_sum'] = 'a2a_fp32_sum'
     wire_dtype: Literal['bf16', 'fp16', 'fp32'] | None = None
-    """Dtype on the wire; bf16 under an fp32 buffer halves the bytes. null: that of the buffer."""
+    """Dtype on the wire; bf16 under an fp32 buffer halves the bytes. Gradients are converted only where
+    that makes them smaller. null: that of the buffer."""
 
 
 # param_gather -------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class UpstreamGather:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EagerGather:
-    """The gather that forward needs first is started right after the optimizer step."""
+    """The gather that forward needs first starts right after the optimizer step."""
 
     upstream_symbol: ClassVar[str] = f'{PGB}: _ParamAndGradBucketGroup.start_param_sync'
     name: Literal['eager'] = 'eager'
@@ -234,6 +237,14 @@ class UpstreamFinalize:
     name: Literal['upstream'] = 'upstream'
 
 
+_Options = dict[str, dict[str, JsonValue]]
+
+
+def _sorted(options: _Options) -> _Options:
+    """One order for all spellings, so that equal configs also read alike."""
+    return {step: dict(sorted(said.items())) for step, said in sorted(options.items())}
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FinalizeSteps:
     """Named steps in a given order, with options."""
@@ -241,6 +252,8 @@ class FinalizeSteps:
     upstream_symbol: ClassVar[str] = f'{FINALIZE}: finalize_model_grads'
     name: Literal['steps'] = 'steps'
     order: tuple[str, ...] | None = None
-    """Names of steps, upstream's or third parties', in the order in which they run. null: upstream's."""
-    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Names of steps, upstream's or third parties', in the order they run in. null: upstream's."""
+    options: Annotated[_Options, AfterValidator(_sorted)] = dataclasses.field(
+        default_factory=dict[str, dict[str, JsonValue]], hash=False
+    )
     """Options of single steps, such as {non_tp_grads: {chunk_bytes: 268435456}}."""

@@ -9,18 +9,22 @@ megatron.
 # ruff: noqa: RUF009  (the defaults that are calls make frozen objects)
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic.dataclasses import dataclass
 
 from megatron_buffer import config_layout as layout
 from megatron_buffer import config_runtime as runtime
 from megatron_buffer.config_base import STRICT, StrategyParams
+from megatron_buffer.config_compat import check_compatible
 from megatron_buffer.errors import ConfigError
 
 SCHEMA_VERSION = 1
+
+_PLAIN = re.compile(r'[^\s,:=(){}\[\]\'"]+')
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -28,11 +32,12 @@ class CheckpointConfig:
     """What is done about optimizer checkpoints that depend on the layout."""
 
     layout_guard: bool = True
-    """Refuse to load optimizer state that was saved under another layout. Accepted already; takes
-    effect in a later release."""
+    """Refuse to load optimizer state that was saved under another layout, where its format depends on
+    what differs (dp_reshardable, dp_zero_gather_scatter); false: only warn, and load it into the wrong
+    parameters."""
     repair_fully_reshardable: Literal['auto', 'always', 'never'] = 'auto'
-    """Repair fully_reshardable saves; auto: on Megatron versions that corrupt them. Accepted
-    already; takes effect in a later release."""
+    """Make fully_reshardable saves equal memory, which Megatron up to 0.19.2 corrupts; auto: what
+    Megatron made wrong; always: every tensor, whatever Megatron made of it; never: only warn."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -41,14 +46,24 @@ class ChecksConfig:
 
     rank_agreement: bool = True
     """After wrapping, compare config, layouts and groups between ranks; name what differs first."""
-
-
-PLANNED_CHECKS: Mapping[str, str] = {
-    'nan_in_grad': 'NaN and Inf reported with parameter names, on every rank',
-    'late_gradient': 'a gradient that arrives after its bucket was reduced is detected',
-    'stale_read': 'a weight read before its gather finished is detected',
-}
-"""Keys under ``checks`` that the design names and that are not built yet, with their meaning."""
+    nan_in_grad: bool = False
+    """After the reduction, look for NaN and Inf in the gradients that this rank owns, and name the
+    parameters; one pass over them, and the host waits. Before the reduction
+    ddp_config.check_for_nan_in_grad does the same."""
+    stale_read: Literal['ignore', 'error', 'wait', 'learn'] = 'ignore'
+    """With overlap_param_gather, a weight that is read in forward before its gather has finished, such as
+    a tied weight read by another module: error names it; wait waits for it first, which is always right;
+    both look at every torch function of the forward pass. learn waits too, but looks in the first three
+    steps only, and lets the modules that it found reading wait from then on."""
+    export: Literal['warn', 'error', 'gather'] = 'warn'
+    """With overlap_param_gather, a state_dict() while a gather was not started yet would hold last step's
+    weights: warn or stop, by name, or gather first (then every rank of the data-parallel group must call
+    it). A gather in flight is always waited for."""
+    aliased_params: Literal['warn', 'error', 'tie'] = 'warn'
+    """Parameters that share storage before wrapping, which the buffer would silently untie: warn or stop,
+    with both names; tie makes two that are the same tensor one parameter."""
+    replaced_param_data: bool = False
+    """In each step, look whether code has replaced param.data, so that it lies outside the buffer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +115,7 @@ _ALL_AXES = (
     ),
     _axis(
         'bucketing',
-        'where a buffer is cut into buckets',
+        'where a buffer is cut into buckets; nowhere without overlap_grad_reduce',
         layout.FixedSizeBucketing,
         layout.CountBucketing,
         layout.FirstLastBucketing,
@@ -238,6 +253,7 @@ class BufferConfig:
                     f'{type(field.default).__name__}(); load_config() takes names and mappings',
                     yaml_path=field.name,
                 )
+        check_compatible(self)
 
     def short_str(self) -> str:
         """What differs from upstream's choices, on one line; 'upstream' if nothing does."""
@@ -249,8 +265,34 @@ class BufferConfig:
             values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             name = values.pop('name', None)
             default = field.default if type(value) is type(field.default) else None
-            changed = [f'{k}={v}' for k, v in values.items() if v != getattr(default, k, None)]
+            changed = [
+                f'{key}={_short(said)}'
+                for key, said in values.items()
+                if said != getattr(default, key, None) and said not in ((), {})
+            ]
             strategy = f'={name}' if name is not None else ''
             arguments = f'({",".join(changed)})' if changed else ''
             differing.append(f'{field.name}{strategy}{arguments}')
         return ' '.join(differing) or 'upstream'
+
+
+def _short(value: object) -> str:
+    """A parameter's value on a part of one line, nearly as YAML's flow style has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, object], value).items()
+        return f'{{{",".join(_cut([f"{key}:{_short(item)}" for key, item in items]))}}}'
+    if isinstance(value, list | tuple):
+        return f'[{",".join(_cut([_short(item) for item in cast(Sequence[object], value)]))}]'
+    if value is None or isinstance(value, bool):
+        return {None: 'null', True: 'true', False: 'false'}[value]
+    if isinstance(value, str):
+        text = value if len(value) <= 60 else f'{value[:25]}...{value[-30:]}'
+        return text if _PLAIN.fullmatch(text) else repr(text)
+    return str(value)
+
+
+def _cut(items: list[str]) -> list[str]:
+    """The first of many."""
+    return items if len(items) <= 4 else [*items[:3], f'...{len(items) - 3} more']

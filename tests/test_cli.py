@@ -16,9 +16,12 @@ from megatron_buffer.config import (
     BufferConfig,
     config_hash,
     json_schema,
+    load_config,
     shipped_configs,
     to_dict,
 )
+from megatron_buffer.config_compat import INCOMPATIBLE
+from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import RegistryError
 
 ROOT = Path(megatron_buffer.__file__).parent.parent
@@ -51,12 +54,21 @@ def test_validate_says_ok_with_hash_and_short_form(capsys, tmp_path):
     path = tmp_path / 'x.yaml'
     path.write_text('schema_version: 1\npadding: {name: megatron, param_start_elems: 8}\n')
     assert cli.main(['validate', 'upstream', str(path)]) == 0
-    first, second, note = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert first == f'upstream: OK, hash {config_hash(BufferConfig())}, upstream'
     assert second.startswith(f'{path}: OK, hash ')
     assert second.endswith(', padding=megatron(param_start_elems=8)')
-    assert note.startswith('note: checkpoint.layout_guard and checkpoint.repair_fully_reshardable')
-    assert 'only in a later release' in note
+
+
+def test_validate_notes_protections_that_are_off(capsys, tmp_path):
+    path = tmp_path / 'x.yaml'
+    path.write_text(
+        'schema_version: 1\ncheckpoint: {layout_guard: false, repair_fully_reshardable: never}\n'
+    )
+    assert cli.main(['validate', str(path)]) == 0
+    _, guard, repair = capsys.readouterr().out.splitlines()
+    assert guard.startswith('note: checkpoint.layout_guard is false: ')
+    assert repair.startswith('note: checkpoint.repair_fully_reshardable is never: ')
 
 
 def test_validate_checks_all_and_returns_2(capsys, bad):
@@ -73,9 +85,9 @@ def test_validate_json(capsys, bad):
     good, wrong = report['configs']
     assert report['ok'] is False
     assert good['ok'] is True
-    assert good['hash'] == config_hash(BufferConfig())
-    assert good['config'] == to_dict(BufferConfig())
-    assert 'only in a later release' in good['notes'][0]
+    assert good['hash'] == config_hash(load_config('recommended'))
+    assert good['config'] == to_dict(load_config('recommended'))
+    assert good['notes'] == []
     assert wrong['ok'] is False
     assert wrong['yaml_path'] == 'pading'
     assert 'line 2' in wrong['error']
@@ -150,8 +162,12 @@ def test_json_schema_has_one_choice_per_axis():
         'null',
         'megatron',
         'object',
+        'byte_aligned',
+        'object',
+        'minimal',
+        'object',
     ]
-    form = padding['oneOf'][-1]
+    form = padding['oneOf'][2]
     assert form['required'] == ['name']
     assert form['additionalProperties'] is False
     assert form['properties']['param_start_elems']['minimum'] == 1
@@ -169,11 +185,26 @@ def test_json_schema_accepts_what_we_ship_and_refuses_what_we_refuse():
     for path in shipped_configs().values():
         validator.validate(yaml.safe_load(path.read_text()))
     validator.validate({'schema_version': 1, 'padding': 'megatron', 'checks': None})
+    rules = [{'pattern': 'a', 'grad_dtype': 'fp32'}]
+    validator.validate(
+        {'schema_version': 1, 'buffer_grouping': {'name': 'grad_dtype_rules', 'rules': rules}}
+    )
+    validator.validate(
+        {'schema_version': 1, 'finalize': ['finish_grad_sync', {'name': 'non_tp_grads', 'x': 4}]}
+    )
     for wrong in (
         {},
         {'schema_version': 2},
         {'schema_version': 1, 'pading': 'megatron'},
-        {'schema_version': 1, 'padding': 'minimal'},
+        {'schema_version': 1, 'bucketing': 'time_optimal'},
+        {'schema_version': 1, 'finalize': [3]},
+        {'schema_version': 1, 'finalize': [{'chunk_bytes': 4}]},
+        {
+            'schema_version': 1,
+            'buffer_grouping': {'name': 'grad_dtype_rules', 'rules': [{'pattern': 'a'}]},
+        },
+        {'schema_version': 1, 'buffer_grouping': {'name': 'grad_dtype_rules', 'rules': []}},
+        {'schema_version': 1, 'bucket_isolation': {'name': 'patterns', 'patterns': ['']}},
         {'schema_version': 1, 'padding': {'param_start_elems': 3}},
         {'schema_version': 1, 'padding': {'name': 'megatron', 'param_start_elems': 0}},
         {'schema_version': 1, 'padding': {'name': 'megatron', 'other': 0}},
@@ -196,17 +227,30 @@ def test_strategies_lists_everything(capsys):
                 line.split()[:1] == [name] and 'not built yet' in line for line in out.splitlines()
             )
     assert 'bucket_end_elems = 128 (an integer >= 1)' in out
+    assert 'num_buckets required (an integer >= 1)' in out
+    assert ' non_tp_grads ' in out
+    assert 'chunk_bytes = null (an integer >= 1 or null)' in out
+    for rule in INCOMPATIBLE:
+        assert f' {rule.names[0]} ' in out
+        assert f' with {rule.names[1]} ' in out
+        assert f'{rule.reason}. {rule.way_out}' in ' '.join(out.split())
     assert 'megatron/core/distributed/finalize_model_grads.py' in out
 
 
 def test_strategies_json(capsys):
     assert cli.main(['strategies', '--json']) == 0
-    axes = json.loads(capsys.readouterr().out)['axes']
+    listing = json.loads(capsys.readouterr().out)
+    axes = listing['axes']
     assert [axis['key'] for axis in axes] == list(AXES)
+    planned = {axis['key']: [item['name'] for item in axis['planned']] for axis in axes}
+    assert {key: names for key, names in planned.items() if names} == {
+        'bucketing': ['time_optimal'],
+        'accumulation': ['first_write'],
+    }
     (padding,) = (axis for axis in axes if axis['key'] == 'padding')
     assert padding['default'] == 'megatron'
-    assert [item['name'] for item in padding['planned']] == ['byte_aligned', 'minimal']
-    (megatron,) = padding['strategies']
+    megatron, byte_aligned, minimal = padding['strategies']
+    assert (byte_aligned['name'], minimal['name']) == ('byte_aligned', 'minimal')
     assert megatron['origin'] == 'built-in'
     assert megatron['upstream_symbol'].endswith('pad_param_start, pad_bucket_end')
     assert megatron['params'][0] == {
@@ -216,6 +260,17 @@ def test_strategies_json(capsys):
         'default': 64,
         'description': 'Each parameter starts at a multiple of this many elements.',
     }
+    steps = {axis['key']: [step['name'] for step in axis['steps']] for axis in axes}
+    assert steps == {**{key: [] for key in AXES}, 'finalize': list(STEPS)}
+    assert [pair['paths'] for pair in listing['incompatible']] == [
+        list(rule.paths) for rule in INCOMPATIBLE
+    ]
+    assert listing['incompatible'][0] == {
+        'paths': ['grad_reduce', 'bucket_groups'],
+        'strategies': ['a2a_fp32_sum', 'single'],
+        'reason': INCOMPATIBLE[0].reason,
+        'way_out': INCOMPATIBLE[0].way_out,
+    }
 
 
 def test_strategies_shows_a_third_party_without_importing_it(capsys, tmp_path, monkeypatch):
@@ -224,6 +279,7 @@ def test_strategies_shows_a_third_party_without_importing_it(capsys, tmp_path, m
     (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: vendor\nVersion: 1.2\n')
     (info / 'entry_points.txt').write_text(
         '[megatron_buffer.strategies]\npadding.tight = no_such_module:Tight\n'
+        'finalize_step.shout = no_such_module:Shout\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(['strategies', '--json']) == 0
@@ -231,13 +287,19 @@ def test_strategies_shows_a_third_party_without_importing_it(capsys, tmp_path, m
     (padding,) = (axis for axis in axes if axis['key'] == 'padding')
     assert [(item['name'], item['origin']) for item in padding['strategies']] == [
         ('megatron', 'built-in'),
+        ('byte_aligned', 'built-in'),
+        ('minimal', 'built-in'),
         ('tight', 'vendor 1.2'),
     ]
-    assert padding['strategies'][1]['params'] is None
+    assert padding['strategies'][-1]['params'] is None
+    (finalize,) = (axis for axis in axes if axis['key'] == 'finalize')
+    assert [finalize['steps'][-1][key] for key in ('name', 'origin')] == ['shout', 'vendor 1.2']
     assert cli.main(['strategies']) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if 'tight' in line)
-    assert 'imported only when a config names it' in line
-    assert 'vendor 1.2' in line
+    out = capsys.readouterr().out
+    for name in ('tight', 'shout'):
+        (line,) = (line for line in out.splitlines() if f' {name} ' in line)
+        assert 'imported only when a config names it' in line
+        assert 'vendor 1.2' in line
 
 
 def test_an_unusable_registry_is_one_sentence_and_2(capsys, monkeypatch):

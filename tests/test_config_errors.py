@@ -4,10 +4,12 @@ import math
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_buffer import config_yaml
 from megatron_buffer.config import load_config
 from megatron_buffer.config_layout import MegatronPadding
+from megatron_buffer.config_runtime import FinalizeSteps
 from megatron_buffer.errors import ConfigError
 
 
@@ -43,6 +45,10 @@ def test_other_sources_are_refused(source):
         ('schema_version: 1', ['A path must contain']),
         ('./upstream.yaml', ['no such file', "write 'upstream'"]),
         ('configs/recommended.yaml', ['no such file', "write 'recommended'"]),
+        ('configs/ablations/scaling-average.yaml', ["write 'ablations/scaling-average'"]),
+        ('ablations/scaling-avrage', ["mean 'ablations/scaling-average'?"]),
+        ('scaling-average', ["mean 'ablations/scaling-average'?"]),
+        ('ablations/nothing.yaml', ['no such file']),
         ('nowhere/at/all.yaml', ['no such file', 'nowhere/at/all.yaml']),
         ('nul\0byte.yaml', ['cannot be read']),
         ('y' * 300 + '.yaml', ['cannot be read', 'name too long']),
@@ -89,9 +95,22 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
         ('padding: megatorn', 'padding', ["unknown strategy 'megatorn'", "mean 'megatron'?"]),
         ('padding: {name: x}', 'padding.name', ["strategy 'x'. Valid strategies: megatron"]),
         ('padding: ""', 'padding', ["unknown strategy ''"]),
-        ('padding: minimal', 'padding', ["'minimal' (only what", 'is not built yet', 'megatron']),
+        (
+            'bucketing: time_optimal',
+            'bucketing',
+            [
+                "'time_optimal' (cuts that",
+                'is not built yet',
+                'Valid strategies: fixed_size, count',
+            ],
+        ),
+        (
+            'accumulation: first_rite',
+            'accumulation',
+            ["strategy 'first_rite'. Did you mean 'first_write'?", 'Not built yet: first_write'],
+        ),
         ('padding: minimum', 'padding', ["strategy 'minimum'. Did you mean 'minimal'?"]),
-        ('finalize: [a, b]', 'finalize', ["'steps' (an ordered list", 'is not built yet']),
+        ('bucketing: count', 'bucketing', ['num_buckets is missing, expected an integer >= 1']),
         ('padding: [a, b]', 'padding', ['found a list, expected the name of a strategy']),
         ('padding: 3', 'padding', ['found 3, expected the name of a strategy']),
         ('padding: no', 'padding', ['found false, expected the name of a strategy']),
@@ -113,13 +132,19 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
         ('param_order: {name: reverse, seed: 3}', 'param_order.seed', ['It has no parameters']),
         ('checks: {rank_agree: true}', 'checks.rank_agree', ["of 'checks'. Did", 'rank_agreement']),
         ('checks: {name: x}', 'checks.name', ["unknown parameter of 'checks'"]),
-        ('checks: {stale_read: true}', 'checks.stale_read', ['not built yet; remove this']),
+        (
+            'checks: {stale_read: true}',
+            'checks.stale_read',
+            [
+                "found true, expected 'ignore', 'error', 'wait' or 'learn'; leave it out for the default, ignore"
+            ],
+        ),
         (
             'checks: all',
             'checks',
             ["found 'all' (text), expected a mapping like {rank_agreement: t"],
         ),
-        ('checkpoint: []', 'checkpoint', ['found a list', 'repair_fully_reshardable: auto']),
+        ('checkpoint: []', 'checkpoint', ['found an empty list', 'repair_fully_reshardable: auto']),
         ('1: x', '[1]', ['a key must be text, found 1; put it in quotes']),
         ('on: x', 'True', ['a key must be text, found true']),
         ('null: x', 'None', ['a key must be text, found null']),
@@ -185,9 +210,222 @@ def test_wrong_values(parameter, value, words, refused):
 def test_wrong_choice_has_a_suggestion(refused):
     error = refused('checkpoint: {repair_fully_reshardable: alway}')
     assert (
-        "found 'alway' (text), expected one of auto, always, never; leave it out for the default, "
+        "found 'alway' (text), expected 'auto', 'always' or 'never'; leave it out for the default, "
         "auto. Did you mean 'always'?"
     ) in str(error)
+
+
+@pytest.mark.parametrize(
+    ('text', 'path', 'words'),
+    [
+        (
+            'buffer_grouping:\n'
+            '  name: grad_dtype_rules\n'
+            '  rules:\n'
+            '    - {pattern: a, grad_dtype: fp32}\n'
+            '    - pattern: b\n'
+            '      grad_dtype: fp8\n',
+            'line 7: buffer_grouping.rules[1].grad_dtype',
+            "found 'fp8' (text), expected 'fp32', 'bf16' or 'fp16'",
+        ),
+        (
+            'buffer_grouping:\n'
+            '  name: grad_dtype_rules\n'
+            '  rules:\n'
+            '    - {pattern: "", grad_dtype: fp32}\n',
+            'line 5: buffer_grouping.rules[0].pattern',
+            'found empty text, expected a shell-style pattern',
+        ),
+        (
+            'buffer_grouping: {name: grad_dtype_rules, rules: [{pattern: a, grad_dtype: fp_32}]}',
+            'line 2: buffer_grouping.rules[0].grad_dtype',
+            "expected 'fp32', 'bf16' or 'fp16'. Did you mean 'fp32'?",
+        ),
+        (
+            'buffer_grouping: {name: grad_dtype_rules, rules: []}',
+            'line 2: buffer_grouping.rules',
+            'found an empty list, expected a list of at least 1 item, each item a mapping with',
+        ),
+        (
+            'buffer_grouping: grad_dtype_rules',
+            'line 2: buffer_grouping',
+            'rules is missing, expected a list of at least 1 item',
+        ),
+        (
+            'buffer_grouping: {name: grad_dtype_rules, rules: {pattern: a, grad_dtype: fp32}}',
+            'line 2: buffer_grouping.rules',
+            "or 'fp16'); put [ ] around it",
+        ),
+        (
+            'buffer_grouping: {name: grad_dtype_rules, rules: [a]}',
+            'line 2: buffer_grouping.rules[0]',
+            "found 'a' (text), expected a mapping with pattern (a shell-style pattern) and",
+        ),
+        (
+            'buffer_grouping: {name: grad_dtype_rules, rules: [{pattern: a}]}',
+            'line 2: buffer_grouping.rules[0]',
+            "grad_dtype is missing, expected 'fp32', 'bf16' or 'fp16'",
+        ),
+        (
+            'readiness: {name: golden_static, counts: [{pattern: a, cont: 1, count: 1}]}',
+            'line 2: readiness.counts[0].cont',
+            "unknown key. Did you mean 'count'? Valid: pattern, count",
+        ),
+        (
+            'readiness: {name: golden_static, counts: [{pattern: a, count: "2"}]}',
+            'line 2: readiness.counts[0].count',
+            "found '2' (text), expected an integer >= 0; write 2, without quotes",
+        ),
+        (
+            'readiness:\n'
+            '  name: golden_static\n'
+            '  counts:\n'
+            '    - {pattern: a, count: 1}\n'
+            '    - {pattern: b, count: 1}\n'
+            '    - {pattern: a, count: 2}\n',
+            'line 7: readiness.counts[2]',
+            "the pattern 'a' is given already, as item [0]; keep one of the two",
+        ),
+        (
+            'bucket_isolation: {name: patterns, patterns: [x, y, y]}',
+            'line 2: bucket_isolation.patterns[2]',
+            "the pattern 'y' is given already, as item [1]",
+        ),
+        (
+            'bucket_isolation: {name: patterns, patterns: []}',
+            'line 2: bucket_isolation.patterns',
+            'found an empty list, expected a list of at least 1 item, each item a shell-style pattern',
+        ),
+        (
+            "bucket_isolation: {name: patterns, patterns: '*embedding*'}",
+            'line 2: bucket_isolation.patterns',
+            "found '*embedding*' (text), expected a list of at least 1 item, each item a shell-style "
+            'pattern; put [ ] around it',
+        ),
+        (
+            'bucketing: {name: explicit, boundaries: [a, [b]]}',
+            'line 2: bucketing.boundaries[1]',
+            'found a list, expected a shell-style pattern',
+        ),
+        (
+            'bucketing: {name: explicit, boundaries: [a, .nan]}',
+            'line 2: bucketing.boundaries[1]',
+            'found nan (a float), expected a plain YAML value',
+        ),
+        (
+            'bucketing: {name: per_module, pattern: null}',
+            'line 2: bucketing.pattern',
+            'found null, expected a shell-style pattern; leave it out for the default, *layers.*',
+        ),
+        (
+            "param_order: {name: recorded, profile: ''}",
+            'line 2: param_order.profile',
+            'found empty text, expected text that is not empty',
+        ),
+        (
+            'grad_reduce: {name: a2a_fp32_sum, wire_dtype: bf61}',
+            'line 2: grad_reduce.wire_dtype',
+            "expected 'bf16', 'fp16', 'fp32' or null; leave it out for the default, null. Did you mean "
+            "'bf16'?",
+        ),
+    ],
+)
+def test_wrong_nested_values(text, path, words, refused):
+    message = str(refused(text))
+    assert '1 problem in this config' in message
+    assert f'  {path}: ' in message
+    assert words in message
+
+
+def test_every_wrong_item_of_a_list_is_named(refused):
+    error = refused(
+        'buffer_grouping:\n'
+        '  name: grad_dtype_rules\n'
+        '  rules:\n'
+        '    - {pattern: a, grad_dtype: 3}\n'
+        '    - 7\n'
+        '    - {pattern: a, grad_dtype: fp32, x: 1}\n'
+        '    - {}\n'
+    )
+    assert [line.split(': ')[:2] for line in str(error).splitlines()[1:]] == [
+        ['  line 5', 'buffer_grouping.rules[0].grad_dtype'],
+        ['  line 6', 'buffer_grouping.rules[1]'],
+        ['  line 7', 'buffer_grouping.rules[2].x'],
+        ['  line 8', 'buffer_grouping.rules[3]'],
+        ['  line 8', 'buffer_grouping.rules[3]'],
+    ]
+
+
+# finalize -----------------------------------------------------------------------------------------
+
+
+def test_a_bare_list_is_an_order_with_options(write):
+    text = (
+        'schema_version: 1\n'
+        'finalize:\n'
+        '  - finish_grad_sync\n'
+        '  - {name: non_tp_grads, chunk_bytes: 4}\n'
+        '  - {name: word_embedding_grads}\n'
+    )
+    config = load_config(write(text))
+    assert config.finalize == FinalizeSteps(
+        order=('finish_grad_sync', 'non_tp_grads', 'word_embedding_grads'),
+        options={'non_tp_grads': {'chunk_bytes': 4}},
+    )
+    spelt_out = {
+        'name': 'steps',
+        'order': ['finish_grad_sync', 'non_tp_grads', 'word_embedding_grads'],
+        'options': {'non_tp_grads': {'chunk_bytes': 4}},
+    }
+    assert load_config({'finalize': spelt_out}) == config
+    assert load_config({'finalize': tuple(yaml.safe_load(text)['finalize'])}) == config
+
+
+@pytest.mark.parametrize(
+    ('finalize', 'path', 'words'),
+    [
+        ('[finish_grad_sync, 3]', 'finalize[1]', 'found 3, expected the name of a step, or a mapp'),
+        ('[finish_grad_sync, {}]', 'finalize[1]', 'found an empty mapping, expected the name of a'),
+        ('[{chunk_bytes: 4}]', 'finalize[0]', 'found a mapping without a name, expected the name'),
+        ('[[finish_grad_sync]]', 'finalize[0]', 'found a list, expected the name of a step'),
+        (
+            '[finish_grad_sync, {name: non_tp_grads, chunk_bytes: .inf}]',
+            'finalize[1].chunk_bytes',
+            'found inf (a float), expected a plain YAML value',
+        ),
+        (
+            '[finish_grad_sync, {name: non_tp_grads, chunk_bytes: x}]',
+            'finalize[1].chunk_bytes',
+            "found 'x' (text), expected an integer >= 1 or null; leave it out for the default, null",
+        ),
+        (
+            '[finish_grad_sync, {name: non_tp_grads, chunk_byte: 4}]',
+            'finalize[1].chunk_byte',
+            "unknown parameter of step 'non_tp_grads'. Did you mean 'chunk_bytes'?",
+        ),
+        ('[finish_grad_sync, non_tp_grad]', 'finalize[1]', "mean 'non_tp_grads'?"),
+        (
+            '{name: steps, options: {non_tp_grads: {chunk_bytes: 0}}}',
+            'finalize.options.non_tp_grads.chunk_bytes',
+            'found 0, expected an integer >= 1 or null',
+        ),
+        (
+            '{name: steps, options: {non_tp_grads: 4}}',
+            'finalize.options.non_tp_grads',
+            'found 4, expected a mapping',
+        ),
+        ('{name: steps, order: [3]}', 'finalize.order[0]', 'found 3, expected text'),
+        (
+            '{name: steps, order: [finish_grad_sync, non_tp_grad]}',
+            'finalize.order[1]',
+            "mean 'non_tp_grads'?",
+        ),
+    ],
+)
+def test_wrong_finalize_steps(finalize, path, words, refused):
+    message = str(refused(f'finalize: {finalize}'))
+    assert f'  line 2: {path}: ' in message
+    assert words in message
 
 
 def test_all_problems_come_at_once_in_the_order_of_the_file(refused):
@@ -198,7 +436,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(refused):
         '  high_busbw: 3\n'
         '  param_start_elems: x\n'
         '  other: 1\n'
-        'scaling: average\n'
+        'scaling: averaging\n'
         'nonsense: 1\n'
         'padding: {name: megatron}\n'
         'accumulation: {name: zero_then_ad}\n'
