@@ -16,23 +16,24 @@ from dataclasses import dataclass, field
 
 from megatron_buffer.config import BufferConfig, load_config
 from megatron_buffer.errors import LayoutError
+from megatron_buffer.layout_invariants import bucket_end_divisor, check_invariants
 from megatron_buffer.strategies.bucketing import Bucketing, OpenBucket
 from megatron_buffer.strategies.isolation import BucketIsolation
 from megatron_buffer.strategies.order import ParamOrder
 from megatron_buffer.strategies.padding import UNPADDED, Alignment, Padding, round_up
 from megatron_buffer.strategies.registry import make_strategy
+from megatron_buffer.strategies.specs import BufferTraits, ParamSpec
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParamSpec:
-    """A parameter, as far as a layout is concerned."""
-
-    numel_elems: int
-    """Elements of the parameter (logical ones: an fp4 parameter counts each value)."""
-    name: str = ''
-    """Name in the wrapped module; '' where upstream hands over bare parameters."""
-    shared_embedding: bool = False
-    """Megatron's mark on embeddings tied across pipeline stages."""
+__all__ = [
+    'BucketSpan',
+    'BufferLayout',
+    'LayoutStrategies',
+    'ParamSlot',
+    'ParamSpec',
+    'compute_buffer_layout',
+    'layout_order',
+    'plan_layout',
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class BucketSpan:
     end_elems: int
     """End, with the pad that makes shards equal."""
     numel_unpadded: int
-    """As upstream records it for checkpoints: start to the last parameter's end; where the next
-    parameter asked for a bucket of its own, to that parameter's aligned start."""
+    """As upstream records it for checkpoints: start to the last parameter's end; where a tied embedding
+    with a bucket of its own comes next, to where that parameter would have started."""
 
     @property
     def numel_elems(self) -> int:
@@ -133,69 +134,39 @@ class BufferLayout:
         text = json.dumps([named, spans, self.dp_size], separators=(',', ':'))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check(self, specs: Sequence[ParamSpec]) -> None:
+    def check(self, specs: Sequence[ParamSpec], *, isolate: bool = False) -> None:
         """Checks the invariants that Megatron-Core relies on.
 
-        Every parameter lies in exactly one bucket at an aligned start, none overlap, bucket ids rise by
-        one, no bucket is empty, buckets touch each other, and their ends divide by ``dp_size``.
+        Args:
+            specs: The parameters that were laid out.
+            isolate: The distributed optimizer is on: tied embeddings must be alone in their bucket, and
+                sharded as on any other pipeline stage.
 
         Raises:
             LayoutError: Naming the first parameter or bucket that breaks one.
         """
-        if sorted(slot.param for slot in self.slots) != list(range(len(specs))):
-            raise LayoutError(
-                f'layout: {len(self.slots)} slots for {len(specs)} parameters; each parameter must be '
-                'laid out exactly once'
-            )
-        self._check_buckets()
-        cursor, bucket = 0, -1
-        last_end = [0] * len(self.buckets)
-        for slot in self.slots:
-            name = specs[slot.param].name or f'parameter {slot.param}'
-            if slot.bucket not in (bucket, bucket + 1) or not 0 <= slot.bucket < len(self.buckets):
-                raise LayoutError(
-                    f'layout: {name} is in bucket {slot.bucket} of {len(self.buckets)}, after bucket '
-                    f'{bucket}; bucket ids must rise by one'
-                )
-            span = self.buckets[slot.bucket]
-            if slot.start_elems < max(cursor, span.start_elems):
-                raise LayoutError(
-                    f'layout: {name} starts at {slot.start_elems}, inside what precedes it'
-                )
-            if slot.start_elems % self.alignment.param_start_elems:
-                raise LayoutError(
-                    f'layout: {name} starts at {slot.start_elems}, which is no multiple of '
-                    f'{self.alignment.param_start_elems}'
-                )
-            if slot.end_elems - slot.start_elems != specs[slot.param].numel_elems:
-                raise LayoutError(
-                    f'layout: {name} has {slot.end_elems - slot.start_elems} elements of its '
-                    f'{specs[slot.param].numel_elems}'
-                )
-            if slot.end_elems > span.end_elems:
-                raise LayoutError(f'layout: {name} ends behind bucket {slot.bucket}')
-            cursor, bucket = slot.end_elems, slot.bucket
-            last_end[bucket] = cursor
-        if bucket != len(self.buckets) - 1:
-            raise LayoutError(f'layout: bucket {bucket + 1} holds no parameter')
-        for index, (span, end) in enumerate(zip(self.buckets, last_end, strict=True)):
-            unpadded_end = span.start_elems + span.numel_unpadded
-            if not end <= unpadded_end <= span.end_elems:
-                raise LayoutError(
-                    f'layout: bucket {index} records {span.numel_unpadded} unpadded elements; they must '
-                    f'reach from {span.start_elems} to between {end} and {span.end_elems}'
-                )
+        check_invariants(self, specs, isolate=isolate)
 
-    def _check_buckets(self) -> None:
-        """Buckets touch each other, and their ends divide by ``dp_size``."""
-        start = 0
-        for index, span in enumerate(self.buckets):
-            if span.start_elems != start or span.end_elems < start or span.end_elems % self.dp_size:
-                raise LayoutError(
-                    f'layout: bucket {index} is [{span.start_elems}, {span.end_elems}); it must start '
-                    f'at {start} and its end must divide by {self.dp_size}'
-                )
-            start = span.end_elems
+
+def layout_order(
+    specs: Sequence[ParamSpec], param_order: ParamOrder, buffer: BufferTraits
+) -> list[int]:
+    """Asks an order for the order of one buffer, and checks that it is one.
+
+    Returns:
+        Indices into ``specs``, first in the buffer first.
+
+    Raises:
+        LayoutError: If a parameter is missing or comes twice.
+    """
+    order = list(param_order.layout_order(specs, buffer))
+    if sorted(order) != list(range(len(specs))):
+        name = getattr(getattr(param_order, 'params', None), 'name', type(param_order).__name__)
+        raise LayoutError(
+            f'param_order: {name} returned {len(order)} positions for {len(specs)} parameters; it must '
+            'return each of their indices exactly once'
+        )
+    return order
 
 
 def compute_buffer_layout(
@@ -203,9 +174,8 @@ def compute_buffer_layout(
     strategies: LayoutStrategies,
     *,
     bucket_size_elems: int | None,
-    dp_size: int,
     dist_opt: bool,
-    high_busbw: bool = False,
+    buffer: BufferTraits,
 ) -> BufferLayout:
     """Lays out one buffer.
 
@@ -213,60 +183,69 @@ def compute_buffer_layout(
         specs: The buffer's parameters in registration (forward) order.
         strategies: Order, bucketing, isolation and padding.
         bucket_size_elems: Resolved bucket size; None asks for one bucket.
-        dp_size: Ranks that each bucket is sharded over.
         dist_opt: Under the distributed optimizer parameters are aligned, bucket ends padded and tied
-            embeddings isolated; without it none of that applies.
-        high_busbw: ``ddp_config.pad_buckets_for_high_nccl_busbw``.
+            embeddings isolated; without it none of that applies, and nothing is sharded.
+        buffer: Number of shards, bytes per element, pipeline stage.
 
     Returns:
         The layout.
+
+    Raises:
+        LayoutError: If the order is no permutation.
     """
-    order = strategies.param_order.layout_order([spec.name for spec in specs])
+    order = layout_order(specs, strategies.param_order, buffer)
+    is_alone = strategies.bucket_isolation.is_alone
+    with_synced = getattr(strategies.bucket_isolation, 'pipeline_synced', False)
     return _place(
         [(index, specs[index]) for index in order],
-        strategies,
+        [
+            is_alone(
+                specs[i].name,
+                dist_opt
+                and (specs[i].shared_embedding or (with_synced and specs[i].pipeline_synced)),
+            )
+            for i in order
+        ],
+        strategies.bucketing,
         bucket_size_elems=bucket_size_elems,
-        dp_size=dp_size if dist_opt else 1,
-        alignment=strategies.padding.alignment(dp_size, high_busbw) if dist_opt else UNPADDED,
-        isolate=dist_opt,
+        dp_size=buffer.dp_size if dist_opt else 1,
+        alignment=strategies.padding.alignment(buffer) if dist_opt else UNPADDED,
         names=tuple(spec.name for spec in specs),
     )
 
 
 def _place(
     ordered: Sequence[tuple[int, ParamSpec]],
-    strategies: LayoutStrategies,
+    alone: Sequence[bool],
+    bucketing: Bucketing,
     *,
     bucket_size_elems: int | None,
     dp_size: int,
     alignment: Alignment,
-    isolate: bool,
     names: tuple[str, ...],
 ) -> BufferLayout:
     """Walks the parameters in layout order with one cursor."""
-    closes = strategies.bucketing.cutter(
-        [spec.numel_elems for _, spec in ordered], bucket_size_elems
-    )
+    closes = bucketing.cutter([spec for _, spec in ordered], alone, bucket_size_elems)
+    divisor = bucket_end_divisor(alignment)
     slots: list[ParamSlot] = []
     buckets: list[BucketSpan] = []
     cursor = bucket_start = 0
     is_open = False
 
     def close(at: int) -> int:
-        end = round_up(at, alignment.bucket_end_elems)
+        end = round_up(at, divisor)
         buckets.append(BucketSpan(bucket_start, end, at - bucket_start))
         return end
 
     for position, (index, spec) in enumerate(ordered):
-        alone = isolate and strategies.bucket_isolation.is_alone(spec.name, spec.shared_embedding)
         start = round_up(cursor, alignment.param_start_elems)
-        if alone and is_open:
-            bucket_start = close(start)
-            start = round_up(bucket_start, alignment.param_start_elems)
+        if alone[position] and is_open:
+            # Before a tied embedding upstream records the aligned end; elsewhere that would be wrong.
+            start = bucket_start = close(start if spec.shared_embedding else cursor)
         cursor = start + spec.numel_elems
         slots.append(ParamSlot(index, start, cursor, len(buckets)))
         is_open = True
-        if alone or closes(OpenBucket(position, bucket_start, cursor)):
+        if alone[position] or closes(OpenBucket(position, bucket_start, cursor)):
             cursor = bucket_start = close(cursor)
             is_open = False
     if is_open:
@@ -288,6 +267,10 @@ def plan_layout(
     dp_size: int = 1,
     dist_opt: bool = True,
     high_busbw: bool = False,
+    param_bytes: int = 2,
+    grad_bytes: int = 4,
+    pp_rank: int = 0,
+    vp_stage: int = 0,
 ) -> BufferLayout:
     """Layout of one buffer, from a config and sizes; allocates nothing.
 
@@ -299,6 +282,10 @@ def plan_layout(
         dp_size: Ranks that each bucket is sharded over.
         dist_opt: Whether the distributed optimizer is used.
         high_busbw: ``ddp_config.pad_buckets_for_high_nccl_busbw``.
+        param_bytes: Bytes per element of the parameters (1 for quantized ones).
+        grad_bytes: Bytes per element of the gradients.
+        pp_rank: Pipeline stage, for strategies that read profiles.
+        vp_stage: Which of the stage's model chunks it is.
 
     Returns:
         The checked layout.
@@ -320,9 +307,15 @@ def plan_layout(
         specs,
         strategies,
         bucket_size_elems=bucket_size_elems,
-        dp_size=dp_size,
         dist_opt=dist_opt,
-        high_busbw=high_busbw,
+        buffer=BufferTraits(
+            dp_size=dp_size,
+            high_busbw=high_busbw,
+            param_bytes=param_bytes,
+            grad_bytes=grad_bytes,
+            pp_rank=pp_rank,
+            vp_stage=vp_stage,
+        ),
     )
-    layout.check(specs)
+    layout.check(specs, isolate=dist_opt)
     return layout

@@ -18,10 +18,11 @@ from megatron.core.optimizer.param_layout import BufferKey, PerBufferParamLayout
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.config_layout import ReverseOrder as ReverseOrderParams
-from megatron_buffer.layout import ParamSpec, compute_buffer_layout
+from megatron_buffer.layout import ParamSpec, compute_buffer_layout, layout_order
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.grouping import ParamTraits
 from megatron_buffer.strategies.order import ReverseOrder
+from megatron_buffer.strategies.specs import BufferTraits
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
 _HAS_NUM_OPTIMIZER_SHARDS = 'num_optimizer_shards' in {
@@ -56,43 +57,76 @@ def group_params_for_buffers(
     """
     runtime = runtime_module.current()
     grouped: dict[BufferKey, list[tuple[torch.nn.Parameter, int]]] = {}
-    next_index: dict[tuple[Any, ...], int] = {}
+    next_index: dict[BufferKey, int] = {}
     for position, param in enumerate(params):
         if not param.requires_grad:
             raise ValueError(
                 f'group_params_for_buffers: parameter {position} of shape {tuple(param.shape)} does '
                 'not require a gradient; hand over trainable parameters only'
             )
-        traits = ParamTraits(
-            name='',
-            dtype=param.dtype,
-            has_quantized_storage=uses_quantized_storage(param),
-            is_expert_parallel=not getattr(param, 'allreduce', True),
-            is_managed_by_layer_wise_optimizer=getattr(
-                param, 'is_managed_by_layer_wise_optimizer', False
-            ),
-        )
-        key = BufferKey(*runtime.buffer_grouping.key(traits, grad_reduce_in_fp32))
-        logical = (param.dtype, key.grad_dtype, *traits[3:])
+        key = _key_of(param, runtime, grad_reduce_in_fp32)
+        logical = dataclasses.replace(key, param_dtype=param.dtype)
         index = next_index.get(logical, 0)
         next_index[logical] = index + 1
         grouped.setdefault(key, []).append((param, index))
     result: dict[BufferKey, tuple[list[torch.nn.Parameter], list[int]]] = {}
     for key, members in grouped.items():
-        order = list(runtime.layout.param_order.layout_order([''] * len(members)))[::-1]
+        traits = _traits_of(key, dp_size=1, high_busbw=False)
+        specs = specs_of([param for param, _ in members])
+        order = layout_order(specs, runtime.layout.param_order, traits)[::-1]
         result[key] = ([members[i][0] for i in order], [members[i][1] for i in order])
     return result
 
 
 def specs_of(params: Sequence[torch.nn.Parameter]) -> list[ParamSpec]:
-    """Specs of ``params``, in their order."""
+    """Specs of ``params``, in their order; with names while a model is being wrapped."""
+    names = runtime_module.current_chunk().names
     return [
         ParamSpec(
             numel_elems=param.data.nelement(),
+            name=names.get(param, ''),
             shared_embedding=getattr(param, 'shared_embedding', False),
+            pipeline_synced=is_pipeline_synced(param),
         )
         for param in params
     ]
+
+
+def is_pipeline_synced(param: torch.nn.Parameter) -> bool:
+    """True for the marks of conditional embedders and flextron routers.
+
+    Upstream: ``finalize_model_grads.py: _allreduce_conditional_embedding_grads, _allreduce_router_grads``,
+    which sum the whole main_grad over pipeline stages after each stage has sharded it in its own way.
+    """
+    return getattr(param, 'pipeline_parallel', False) or getattr(
+        param, 'flextron_router_pp_sync', False
+    )
+
+
+def _key_of(param: torch.nn.Parameter, runtime: Runtime, grad_reduce_in_fp32: bool) -> BufferKey:
+    traits = ParamTraits(
+        name=runtime_module.current_chunk().names.get(param, ''),
+        dtype=param.dtype,
+        has_quantized_storage=uses_quantized_storage(param),
+        is_expert_parallel=not getattr(param, 'allreduce', True),
+        is_managed_by_layer_wise_optimizer=getattr(
+            param, 'is_managed_by_layer_wise_optimizer', False
+        ),
+        shared_embedding=getattr(param, 'shared_embedding', False),
+    )
+    return BufferKey(*runtime.buffer_grouping.key(traits, grad_reduce_in_fp32))
+
+
+def _traits_of(key: BufferKey, *, dp_size: int, high_busbw: bool) -> BufferTraits:
+    chunk = runtime_module.current_chunk()
+    return BufferTraits(
+        dp_size=dp_size,
+        high_busbw=high_busbw,
+        param_bytes=key.param_dtype.itemsize,
+        grad_bytes=key.grad_dtype.itemsize,
+        pp_rank=chunk.pp_rank,
+        vp_stage=chunk.vp_stage,
+    )
 
 
 def compute_per_buffer_param_layout(
@@ -110,20 +144,21 @@ def compute_per_buffer_param_layout(
         params: As :func:`group_params_for_buffers` ordered them.
         bucket_size: Resolved size in elements, or None for one bucket.
         data_parallel_world_size: Ranks that each bucket is sharded over.
-        ddp_config: Supplies ``pad_buckets_for_high_nccl_busbw``.
+        ddp_config: Supplies ``pad_buckets_for_high_nccl_busbw`` and ``grad_reduce_in_fp32``.
         param_indices: Passed on with the layout.
 
     Returns:
         Upstream's dataclass.
     """
-    layout = _convert(
-        params,
-        runtime_module.current(),
-        bucket_size_elems=bucket_size,
-        dp_size=data_parallel_world_size,
-        dist_opt=True,
-        high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-    )
+    runtime = runtime_module.current()
+    traits = BufferTraits(dp_size=data_parallel_world_size)
+    if params:
+        traits = _traits_of(
+            _key_of(params[0], runtime, ddp_config.grad_reduce_in_fp32),
+            dp_size=data_parallel_world_size,
+            high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+        )
+    layout = _convert(params, runtime, bucket_size, dist_opt=True, buffer=traits)
     layout.param_indices = param_indices if param_indices is not None else []
     if _HAS_NUM_OPTIMIZER_SHARDS:
         layout.num_optimizer_shards = data_parallel_world_size
@@ -133,27 +168,31 @@ def compute_per_buffer_param_layout(
 def compute_default_per_buffer_param_layout(
     params: Sequence[torch.nn.Parameter], bucket_size: int | None
 ) -> PerBufferParamLayout:
-    """Layout of one buffer without the distributed optimizer: nothing is padded or isolated.
+    """Layout of one buffer without the distributed optimizer: nothing is padded.
 
     Upstream: ``param_and_grad_buffer.py: _compute_default_per_buffer_param_layout``.
     """
-    return _convert(
-        params,
-        runtime_module.current(),
-        bucket_size_elems=bucket_size,
-        dp_size=1,
-        dist_opt=False,
-        high_busbw=False,
-    )
+    runtime = runtime_module.current()
+    return _convert(params, runtime, bucket_size, dist_opt=False, buffer=BufferTraits())
 
 
 def _convert(
-    params: Sequence[torch.nn.Parameter], runtime: Runtime, **how: Any
+    params: Sequence[torch.nn.Parameter],
+    runtime: Runtime,
+    bucket_size_elems: int | None,
+    *,
+    dist_opt: bool,
+    buffer: BufferTraits,
 ) -> PerBufferParamLayout:
     specs = specs_of(params)
-    strategies = dataclasses.replace(runtime.layout, param_order=_AS_LISTED)
-    layout = compute_buffer_layout(specs, strategies, **how)
-    layout.check(specs)
+    layout = compute_buffer_layout(
+        specs,
+        dataclasses.replace(runtime.layout, param_order=_AS_LISTED),
+        bucket_size_elems=bucket_size_elems,
+        dist_opt=dist_opt,
+        buffer=buffer,
+    )
+    layout.check(specs, isolate=dist_opt)
     return PerBufferParamLayout(
         param_index_map={
             params[slot.param]: (slot.start_elems, slot.end_elems, slot.bucket)

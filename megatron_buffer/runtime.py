@@ -20,11 +20,11 @@ from megatron_buffer.errors import PatchError
 from megatron_buffer.layout import LayoutStrategies
 from megatron_buffer.strategies.accumulation import Accumulation
 from megatron_buffer.strategies.bucket_groups import BucketGrouping
-from megatron_buffer.strategies.dispatch import DispatchOrder
+from megatron_buffer.strategies.dispatch import DispatchOrder, Peers
 from megatron_buffer.strategies.finalize import Finalize
 from megatron_buffer.strategies.gather import ParamGather
 from megatron_buffer.strategies.grouping import BufferGrouping
-from megatron_buffer.strategies.readiness import Readiness
+from megatron_buffer.strategies.readiness import OnLate, Readiness
 from megatron_buffer.strategies.reduce import GradReduce
 from megatron_buffer.strategies.registry import make_strategy
 from megatron_buffer.strategies.scaling import Scaling
@@ -60,6 +60,29 @@ class Runtime:
         shaping = {field.name for field in fields(LayoutStrategies)}
         self.layout = LayoutStrategies(**{axis: made.pop(axis) for axis in shaping})
         vars(self).update(made)
+        self._peers: dict[int, Peers] = {}
+
+    def peers(self, process_group: Any) -> Peers:
+        """What the model chunks over one data-parallel group share to take turns."""
+        return self._peers.setdefault(id(process_group), Peers())
+
+    @property
+    def on_late(self) -> OnLate:
+        """What a gradient means that comes after its bucket group was dispatched."""
+        of_readiness = self.readiness.on_late
+        return (
+            of_readiness
+            if of_readiness != 'warn'
+            else getattr(self.unused_params, 'on_late', 'warn')
+        )
+
+    @property
+    def needs_names(self) -> bool:
+        """True if a layout of this config depends on the names of parameters."""
+        shaping = [getattr(self.layout, field.name) for field in fields(LayoutStrategies)]
+        return any(
+            getattr(strategy, 'needs_names', False) for strategy in (self.buffer_grouping, *shaping)
+        )
 
     def __repr__(self) -> str:
         return f'Runtime({self.config.source}, {self.hash})'

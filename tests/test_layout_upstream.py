@@ -31,6 +31,7 @@ from megatron_buffer.runtime import Runtime, scope
 from megatron_buffer.strategies.bucket_groups import BucketRef, BufferBuckets
 from megatron_buffer.strategies.padding import Alignment
 from megatron_buffer.strategies.scaling import ScalingContext
+from megatron_buffer.strategies.specs import BufferTraits
 
 _ddp = importlib.import_module('megatron.core.distributed.distributed_data_parallel')
 _do = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
@@ -267,7 +268,13 @@ def check_pure(case: Case) -> None:
             'dist_opt': dist_opt,
             'high_busbw': case.high_busbw,
         }
-        ours = compute_buffer_layout(specs, UPSTREAM.layout, **how)
+        ours = compute_buffer_layout(
+            specs,
+            UPSTREAM.layout,
+            bucket_size_elems=case.bucket_size,
+            dist_opt=dist_opt,
+            buffer=BufferTraits(dp_size=case.dp, high_busbw=case.high_busbw),
+        )
         expected = fields_of(layout, params)
         assert pure_fields(ours) == {name: expected[name] for name in pure_fields(ours)}
         assert plan_layout(specs, config=UPSTREAM.config, **how) == ours
@@ -325,7 +332,7 @@ def test_equals_stock_thoroughly(check: Callable[[Case], None], case: Case) -> N
 @pytest.mark.parametrize('high_busbw', [False, True])
 def test_alignment_equals_stock(high_busbw: bool) -> None:
     for dp in range(1, 1025):
-        alignment = UPSTREAM.layout.padding.alignment(dp, high_busbw)
+        alignment = UPSTREAM.layout.padding.alignment(BufferTraits(dp, high_busbw))
         assert alignment == Alignment(64, _layouts.bucket_end_divisor(dp, high_busbw))
     assert _layouts.pad_param_start(1) == 64
 
@@ -351,6 +358,12 @@ class Made(NamedTuple):
     runtime: Any = None
 
 
+class FakeBucket(BucketRef):
+    """A reference to itself; it holds no parameters."""
+
+    params_list = ()
+
+
 def fake_buffers(num_buckets: Sequence[int], fp8: Sequence[int], **attributes: Any) -> list[Any]:
     """Buffers as far as partitioning looks at them; their buckets are references."""
     plain = (torch.bfloat16, torch.float32)
@@ -362,7 +375,7 @@ def fake_buffers(num_buckets: Sequence[int], fp8: Sequence[int], **attributes: A
     return [
         SimpleNamespace(
             param_dtype=torch.uint8 if index in fp8 else plain[index % 2],
-            buckets=[BucketRef(index, bucket) for bucket in range(count)],
+            buckets=[FakeBucket(index, bucket) for bucket in range(count)],
             **shared | attributes,
         )
         for index, count in enumerate(num_buckets)
@@ -392,7 +405,10 @@ def test_bucket_groups_equal_stock(single: bool, fp32_accumulation: bool) -> Non
                 if not counts:
                     continue
                 pure = UPSTREAM.bucket_groups.partition(
-                    [BufferBuckets(index in fp8, count) for index, count in enumerate(counts)],
+                    [
+                        BufferBuckets(index in fp8, [0] * count)
+                        for index, count in enumerate(counts)
+                    ],
                     single_group=single,
                     one_bucket_per_group=fp32_accumulation,
                 )
@@ -535,7 +551,7 @@ def test_scaling_by_hand(
     dp: int, expert_dp: int, expert: bool, average: bool, per_token: bool, factor: float, op: str
 ) -> None:
     context = ScalingContext(dp, expert_dp, expert, average, per_token)
-    assert UPSTREAM.scaling.plan(context) == (factor, op)
+    assert UPSTREAM.scaling.plan(context) == (factor, op, 1.0)
 
 
 @pytest.mark.parametrize('dist_opt', [False, True])

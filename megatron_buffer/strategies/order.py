@@ -8,21 +8,28 @@ the parameter list inside ``group_params_for_buffers``, so that upstream's own r
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron_buffer.config_layout import ForwardOrder as ForwardOrderParams
+from megatron_buffer.config_layout import RandomOrder as RandomOrderParams
 from megatron_buffer.config_layout import ReverseOrder as ReverseOrderParams
 from megatron_buffer.strategies.registry import strategy
+from megatron_buffer.strategies.specs import BufferTraits, ParamSpec
 
 
 class ParamOrder(Protocol):
     """Chooses the order in the buffer."""
 
-    def layout_order(self, names: Sequence[str]) -> Sequence[int]:
-        """Returns a permutation of ``range(len(names))``: first in the buffer first.
+    def layout_order(self, params: Sequence[ParamSpec], buffer: BufferTraits) -> Sequence[int]:
+        """Returns a permutation of ``range(len(params))``: first in the buffer first.
+
+        It must come out equal on all ranks that share the buffer: data- and tensor-parallel ones.
 
         Args:
-            names: Parameter names in registration (forward) order; '' where unknown.
+            params: The buffer's parameters in registration (forward) order.
+            buffer: The buffer; its sizes are not final here, its pipeline stage and chunk are.
         """
         ...
 
@@ -34,6 +41,32 @@ class ReverseOrder:
     def __init__(self, params: ReverseOrderParams) -> None:
         self.params = params
 
-    def layout_order(self, names: Sequence[str]) -> Sequence[int]:
+    def layout_order(self, params: Sequence[ParamSpec], buffer: BufferTraits) -> Sequence[int]:
         """Registration order, backwards."""
-        return range(len(names) - 1, -1, -1)
+        return range(len(params) - 1, -1, -1)
+
+
+@strategy('param_order', ForwardOrderParams)
+class ForwardOrder:
+    """First registered first: gradients arrive from the far end of the buffer."""
+
+    def __init__(self, params: ForwardOrderParams) -> None:
+        self.params = params
+
+    def layout_order(self, params: Sequence[ParamSpec], buffer: BufferTraits) -> Sequence[int]:
+        """Registration order."""
+        return range(len(params))
+
+
+@strategy('param_order', RandomOrderParams)
+class RandomOrder:
+    """A shuffle that depends on the seed and the number of parameters alone."""
+
+    def __init__(self, params: RandomOrderParams) -> None:
+        self.params = params
+
+    def layout_order(self, params: Sequence[ParamSpec], buffer: BufferTraits) -> Sequence[int]:
+        """Python's own generator, seeded with a number: every rank shuffles alike."""
+        order = list(range(len(params)))
+        random.Random(self.params.seed).shuffle(order)
+        return order

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
+from megatron_buffer.config_layout import ByteAlignedPadding as ByteAlignedParams
 from megatron_buffer.config_layout import MegatronPadding as MegatronPaddingParams
+from megatron_buffer.config_layout import MinimalPadding as MinimalPaddingParams
 from megatron_buffer.strategies.registry import strategy
+from megatron_buffer.strategies.specs import BufferTraits
 
 _HIGH_BUSBW_ELEMS = 2**16
 
@@ -31,14 +34,13 @@ def round_up(value: int, divisor: int) -> int:
 
 
 class Padding(Protocol):
-    """Chooses the alignment of a buffer that is sharded over ``dp_size`` ranks."""
+    """Chooses the alignment of a buffer whose buckets are sharded."""
 
-    def alignment(self, dp_size: int, high_busbw: bool) -> Alignment:
-        """Returns the divisors for one buffer.
+    def alignment(self, buffer: BufferTraits) -> Alignment:
+        """Returns the divisors for one buffer; the one of bucket ends is a multiple of ``dp_size``.
 
         Args:
-            dp_size: Ranks that each bucket is sharded over.
-            high_busbw: ``ddp_config.pad_buckets_for_high_nccl_busbw``.
+            buffer: Number of shards, bytes per element, and what ddp_config says.
         """
         ...
 
@@ -50,11 +52,49 @@ class MegatronPadding:
     def __init__(self, params: MegatronPaddingParams) -> None:
         self.params = params
 
-    def alignment(self, dp_size: int, high_busbw: bool) -> Alignment:
+    def alignment(self, buffer: BufferTraits) -> Alignment:
         """With ``high_busbw`` a bucket's shard is also a multiple of a large power of two."""
-        if self.params.high_busbw is not None:
-            high_busbw = self.params.high_busbw
-        end_elems = math.lcm(dp_size, self.params.bucket_end_elems)
+        high_busbw = self.params.high_busbw
+        if high_busbw is None:
+            high_busbw = buffer.high_busbw
+        end_elems = math.lcm(buffer.dp_size, self.params.bucket_end_elems)
         if high_busbw:
             end_elems = math.lcm(end_elems, _HIGH_BUSBW_ELEMS)
         return Alignment(self.params.param_start_elems, end_elems)
+
+
+@strategy('padding', ByteAlignedParams)
+class ByteAlignedPadding:
+    """Addresses instead of counts: what a kernel or a network card sees, whatever the dtype."""
+
+    def __init__(self, params: ByteAlignedParams) -> None:
+        self.params = params
+
+    def alignment(self, buffer: BufferTraits) -> Alignment:
+        """Holds in ``param_data`` and in ``grad_data``; buckets end where every shard is a multiple."""
+        return Alignment(
+            _elems_of_bytes(self.params.param_start_bytes, buffer),
+            buffer.dp_size * _elems_of_bytes(self.params.bucket_end_bytes, buffer),
+        )
+
+
+@strategy('padding', MinimalPaddingParams)
+class MinimalPadding:
+    """As little as Megatron-Core can work with."""
+
+    def __init__(self, params: MinimalPaddingParams) -> None:
+        self.params = params
+
+    def alignment(self, buffer: BufferTraits) -> Alignment:
+        """Parameters touch; shards are equal."""
+        return Alignment(1, buffer.dp_size)
+
+
+def _elems_of_bytes(num_bytes: int, buffer: BufferTraits) -> int:
+    """Fewest elements whose size is a multiple of ``num_bytes`` in both dtypes of the buffer."""
+    return math.lcm(
+        *(
+            num_bytes // math.gcd(num_bytes, elem_bytes)
+            for elem_bytes in (buffer.param_bytes, buffer.grad_bytes)
+        )
+    )

@@ -7,13 +7,18 @@ hashable parameters, so it is tested without a model.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Literal, Protocol
 
+from megatron_buffer.config_runtime import Deferred as DeferredParams
+from megatron_buffer.config_runtime import GoldenChecked as GoldenCheckedParams
 from megatron_buffer.config_runtime import GoldenLazy as GoldenLazyParams
+from megatron_buffer.config_runtime import GoldenStatic as GoldenStaticParams
+from megatron_buffer.strategies.names import matches
 from megatron_buffer.strategies.registry import strategy
 
 Counts = dict[Hashable, int]
+OnLate = Literal['warn', 'reduce', 'error']
 
 
 class ReadinessTracker(Protocol):
@@ -23,18 +28,28 @@ class ReadinessTracker(Protocol):
         counts: How often each parameter was registered in this window.
         golden: How often each has to be registered; empty until known.
         is_first_batch: True until ``golden`` is known.
+        adapts: True if each finished window sets ``golden`` for the next one.
     """
 
     counts: Counts
     golden: Counts
     is_first_batch: bool
+    adapts: bool
 
     def register(self, param: Hashable) -> bool:
         """Counts a gradient; returns True when the group became complete with it."""
         ...
 
-    def reset(self) -> None:
-        """Ends the window."""
+    def expect(self, golden: Counts) -> None:
+        """Sets the counts that this and later windows are compared with."""
+        ...
+
+    def reset(self, finished: bool = True) -> None:
+        """Ends the window.
+
+        Args:
+            finished: False when the window was broken off, so that its counts teach nothing.
+        """
         ...
 
     def is_regular(self) -> bool:
@@ -51,24 +66,52 @@ class ReadinessTracker(Protocol):
 
 
 class Readiness(Protocol):
-    """Makes the tracker of a group."""
+    """Makes the tracker of a group.
 
-    def tracker(self, params: Iterable[Hashable]) -> ReadinessTracker:
-        """Returns a new tracker over ``params``."""
+    Attributes:
+        on_late: What becomes of a gradient that comes after its group was dispatched: ``warn`` (it is
+            added as stock does, and named), ``reduce`` (kept aside and reduced at finish) or ``error``.
+        predicts: True if counts are read from the autograd graph of the first forward pass.
+    """
+
+    on_late: OnLate
+    predicts: bool
+
+    def tracker(self, params: Iterable[Hashable], *, adapts: bool = False) -> ReadinessTracker:
+        """Returns a new tracker over ``params``.
+
+        Args:
+            params: The group's parameters.
+            adapts: Another axis asks that each window teach the next one.
+        """
+        ...
+
+    def known_counts(self, names: Mapping[Any, str]) -> Counts:
+        """Counts that the config declares, for those of the named parameters that it mentions."""
         ...
 
 
-class GoldenLazyTracker:
-    """Learns the counts in the first window that has any, and waits for the same counts later.
+class CountTracker:
+    """Compares counts with those of an earlier window, or with a prediction.
 
-    Complete means that every parameter was registered exactly as often as in the learned window.
-    ``_unequal`` is the number of parameters whose count differs from the golden one, so a gradient
-    costs two look-ups instead of a comparison of whole dictionaries.
+    Complete means that every parameter was registered exactly as often as expected. ``_unequal`` is the
+    number of parameters whose count differs from the expected one, so a gradient costs two look-ups
+    instead of a comparison of whole dictionaries.
+
+    Args:
+        params: The group's parameters.
+        adapts: Every finished window sets what the next one expects; otherwise the first one does, for
+            good.
+        overlaps: False never calls a group complete: everything is dispatched at finish.
     """
 
-    def __init__(self, params: Iterable[Hashable]) -> None:
+    def __init__(
+        self, params: Iterable[Hashable], *, adapts: bool = False, overlaps: bool = True
+    ) -> None:
         self.params = list(params)
+        self.adapts = adapts
         self.is_first_batch = True
+        self._overlaps = overlaps
         self._counts: Counts = {}
         self._golden: Counts = {}
         self._unequal = 0
@@ -85,7 +128,7 @@ class GoldenLazyTracker:
 
     @property
     def golden(self) -> Counts:
-        """Counts of the learned window."""
+        """Counts that are expected; a parameter without an entry is not waited for."""
         return self._golden
 
     @golden.setter
@@ -93,8 +136,13 @@ class GoldenLazyTracker:
         self._golden = counts
         self._recount()
 
+    def expect(self, golden: Counts) -> None:
+        """From now on a group is complete when it has these counts."""
+        self.golden = {param: count for param, count in golden.items() if count}
+        self.is_first_batch = False
+
     def register(self, param: Hashable) -> bool:
-        """Counts a gradient; in the learned windows tells when the group became complete."""
+        """Counts a gradient; where counts are known, tells whether the group became complete."""
         count = self._counts.get(param, 0)
         self._counts[param] = count + 1
         if self.is_first_batch:
@@ -104,16 +152,18 @@ class GoldenLazyTracker:
             self._unequal -= 1
         elif count == expected:
             self._unequal += 1
-        return self._unequal == 0
+        return self._unequal == 0 and self._overlaps
 
-    def reset(self) -> None:
-        """Learns the counts if there were any and none are known; starts a new window.
+    def reset(self, finished: bool = True) -> None:
+        """Learns from the window, where there is something to learn; starts a new one.
 
         No count at all teaches nothing: buffers are also zeroed before the first backward, and under
-        aligned grad sync gradients are never registered.
+        aligned grad sync gradients are never registered. Nor does a window that was broken off.
         """
-        if self.is_first_batch and self.counts:
-            self._golden = self.counts
+        learns = self.adapts or self.is_first_batch
+        whole = finished or len(self._counts) == len(self.params)
+        if learns and self._counts and whole:
+            self._golden = self._counts
             self.is_first_batch = False
         self.counts = {}
 
@@ -126,27 +176,101 @@ class GoldenLazyTracker:
     def missing(self) -> list[Hashable]:
         """In the first window, parameters without any gradient; later, those short of golden."""
         if self.is_first_batch:
-            return [param for param in self.params if param not in self.counts]
-        return [p for p in self.params if self.counts.get(p, 0) < self._golden.get(p, 0)]
+            return [param for param in self.params if param not in self._counts]
+        return [p for p in self.params if self._counts.get(p, 0) < self._golden.get(p, 0)]
 
     def surplus(self) -> list[Hashable]:
-        """Parameters registered more often than in the learned window."""
+        """Parameters registered more often than expected."""
         if self.is_first_batch:
             return []
-        return [p for p in self.params if self.counts.get(p, 0) > self._golden.get(p, 0)]
+        return [p for p in self.params if self._counts.get(p, 0) > self._golden.get(p, 0)]
 
     def _recount(self) -> None:
-        params = self._golden.keys() | self.counts.keys()
-        self._unequal = sum(self.counts.get(p, 0) != self._golden.get(p, 0) for p in params)
+        params = self._golden.keys() | self._counts.keys()
+        self._unequal = sum(self._counts.get(p, 0) != self._golden.get(p, 0) for p in params)
 
 
 @strategy('readiness', GoldenLazyParams)
 class GoldenLazy:
     """Golden counts learned in the first iteration; nothing overlaps in that one."""
 
+    on_late: OnLate = 'warn'
+    predicts = False
+
     def __init__(self, params: GoldenLazyParams) -> None:
         self.params = params
 
-    def tracker(self, params: Iterable[Hashable]) -> GoldenLazyTracker:
+    def tracker(self, params: Iterable[Hashable], *, adapts: bool = False) -> CountTracker:
         """A tracker that has learned nothing yet."""
-        return GoldenLazyTracker(params)
+        return CountTracker(params, adapts=adapts)
+
+    def known_counts(self, names: Mapping[Any, str]) -> Counts:
+        """None."""
+        return {}
+
+
+@strategy('readiness', GoldenCheckedParams)
+class GoldenChecked:
+    """Each window expects the counts of the one before; late gradients are reduced, or are an error."""
+
+    predicts = False
+
+    def __init__(self, params: GoldenCheckedParams) -> None:
+        self.params = params
+        self.on_late: OnLate = params.on_late
+
+    def tracker(self, params: Iterable[Hashable], *, adapts: bool = False) -> CountTracker:
+        """A tracker that has learned nothing yet, and learns from every window."""
+        return CountTracker(params, adapts=True)
+
+    def known_counts(self, names: Mapping[Any, str]) -> Counts:
+        """None."""
+        return {}
+
+
+@strategy('readiness', GoldenStaticParams)
+class GoldenStatic:
+    """Counts declared by pattern, or read from the graph of the first forward pass; late ones are reduced."""
+
+    on_late: OnLate = 'reduce'
+    predicts = True
+
+    def __init__(self, params: GoldenStaticParams) -> None:
+        self.params = params
+
+    def tracker(self, params: Iterable[Hashable], *, adapts: bool = False) -> CountTracker:
+        """A tracker that is told what to expect before the first backward, and learns afterwards."""
+        return CountTracker(params, adapts=True)
+
+    def known_counts(self, names: Mapping[Any, str]) -> Counts:
+        """The count of the first rule that matches, for each parameter that any rule matches."""
+        found: Counts = {}
+        for param, name in names.items():
+            for rule in self.params.counts:
+                if matches(name, rule.pattern):
+                    found[param] = rule.count
+                    break
+        return found
+
+    def patterns(self) -> list[tuple[str, str]]:
+        """Where each pattern is in the config, and the pattern."""
+        return [(f'counts[{i}].pattern', rule.pattern) for i, rule in enumerate(self.params.counts)]
+
+
+@strategy('readiness', DeferredParams)
+class Deferred:
+    """No group is ever complete before finish."""
+
+    on_late: OnLate = 'warn'
+    predicts = False
+
+    def __init__(self, params: DeferredParams) -> None:
+        self.params = params
+
+    def tracker(self, params: Iterable[Hashable], *, adapts: bool = False) -> CountTracker:
+        """A tracker that counts, for the sake of unused parameters, and never calls a group complete."""
+        return CountTracker(params, adapts=True, overlaps=False)
+
+    def known_counts(self, names: Mapping[Any, str]) -> Counts:
+        """None."""
+        return {}

@@ -20,6 +20,8 @@ class ParamSpec:
     """Name in the wrapped module; '' where upstream hands over bare parameters."""
     shared_embedding: bool = False
     """Megatron's mark on embeddings tied across pipeline stages."""
+    pipeline_synced: bool = False
+    """Another mark of parameters whose gradients finalize sums over pipeline stages."""
 
 
 class BufferTraits(NamedTuple):
