@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_buffer.strategies.reduce import ReduceKind
+from megatron_buffer.collectives_a2a import AllToAllFp32Sum
+from megatron_buffer.strategies.gather import by_dtype
+from megatron_buffer.strategies.reduce import ReduceChoice, ReduceKind
+from megatron_buffer.strategies.scaling import ScalingPlan
 
 if TYPE_CHECKING:
     from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
@@ -47,43 +50,94 @@ class Handles:
         self._handles.clear()
 
 
+class Scaled:
+    """Several launches, whose result is multiplied once it is there.
+
+    Args:
+        handles: What to wait for.
+        results: Tensors that the reduction has written; multiplied in place.
+        factor: What they are multiplied by.
+    """
+
+    def __init__(
+        self, handles: Sequence[Waitable], results: Sequence[torch.Tensor], factor: float
+    ) -> None:
+        self._handles = Handles(handles)
+        self._results = list(results)
+        self._factor = factor
+
+    def wait(self) -> None:
+        """Waits for each launch and multiplies the results; the second time does nothing."""
+        self._handles.wait()
+        with torch.no_grad():
+            for result in self._results:
+                result.mul_(self._factor)
+        self._results.clear()
+
+
 class GradCollective(Protocol):
     """Reduces the gradients of all buckets of a group."""
 
-    def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
-        """Starts the collective; returns a handle when ``async_op``, else waits and returns None."""
+    def launch(
+        self,
+        group: ParamAndGradBucketGroup,
+        choice: ReduceChoice,
+        plan: ScalingPlan,
+        async_op: bool,
+    ) -> Sequence[Waitable]:
+        """Starts the collective; returns what to wait for, nothing unless ``async_op``."""
         ...
 
 
 class AllReduce:
     """Sums (or averages) whole buckets in place; every rank gets everything."""
 
-    def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
-        """One coalesced launch over the group's buckets."""
-        pg = group.communication_group
-        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
-            for bucket in group.buckets:
-                dist.all_reduce(bucket.grad_data, op=op, group=pg, async_op=async_op)
-        return handle if async_op else None
+    def launch(
+        self,
+        group: ParamAndGradBucketGroup,
+        choice: ReduceChoice,
+        plan: ScalingPlan,
+        async_op: bool,
+    ) -> Sequence[Waitable]:
+        """One coalesced launch over the group's buckets of one dtype."""
+        pg, op = group.communication_group, _reduce_op(plan)
+        handles: list[Waitable] = []
+        for indices in _launches(group):
+            with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
+                for index in indices:
+                    dist.all_reduce(
+                        group.buckets[index].grad_data, op=op, group=pg, async_op=async_op
+                    )
+            handles.append(handle)
+        return handles if async_op else []
 
 
 class ReduceScatter:
     """Reduces into the shard that this rank owns, a view of the bucket itself."""
 
-    def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
-        """One coalesced launch over the group's buckets."""
-        pg = group.communication_group
+    def launch(
+        self,
+        group: ParamAndGradBucketGroup,
+        choice: ReduceChoice,
+        plan: ScalingPlan,
+        async_op: bool,
+    ) -> Sequence[Waitable]:
+        """One coalesced launch over the group's buckets of one dtype."""
+        pg, op = group.communication_group, _reduce_op(plan)
         reduce_scatter = _plain_reduce_scatter()
-        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
-            for index, bucket in enumerate(group.buckets):
-                reduce_scatter(
-                    group.owned_grad_shard(index),
-                    bucket.grad_data,
-                    op=op,
-                    group=pg,
-                    async_op=async_op,
-                )
-        return handle if async_op else None
+        handles: list[Waitable] = []
+        for indices in _launches(group):
+            with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
+                for index in indices:
+                    reduce_scatter(
+                        group.owned_grad_shard(index),
+                        group.buckets[index].grad_data,
+                        op=op,
+                        group=pg,
+                        async_op=async_op,
+                    )
+            handles.append(handle)
+        return handles if async_op else []
 
 
 def _plain_reduce_scatter() -> Any:
@@ -94,59 +148,93 @@ def _plain_reduce_scatter() -> Any:
     return function
 
 
-class AllToAllFp32Sum:
-    """Sends shards as they are and sums them in fp32 at the owner.
+class UpstreamAllToAll:
+    """Upstream's reduce-scatter with fp32 sums: shards are sent as they are, and summed at the owner.
 
     The received shards live until ``wait``, so groups are drained one after the other
     (``previous_grad_reduce_bucket_group``). It takes one bucket at a time: its handle does the summing,
     which the coalescing manager does not know about.
     """
 
-    def launch(self, group: ParamAndGradBucketGroup, op: Any, async_op: bool) -> Waitable | None:
-        """An all-to-all per bucket, by upstream's own function."""
+    def launch(
+        self,
+        group: ParamAndGradBucketGroup,
+        choice: ReduceChoice,
+        plan: ScalingPlan,
+        async_op: bool,
+    ) -> Sequence[Waitable]:
+        """An all-to-all per bucket."""
         handles = [
             _fp32_rs.reduce_scatter_with_fp32_accumulation(
                 group.owned_grad_shard(index),
                 bucket.grad_data,
-                op=op,
+                op=_reduce_op(plan),
                 group=group.communication_group,
                 async_op=async_op,
             )
             for index, bucket in enumerate(group.buckets)
         ]
-        if not async_op:
-            return None
-        return handles[0] if len(handles) == 1 else Handles(handles)
+        return handles if async_op else []
 
 
 _COLLECTIVES: dict[ReduceKind, GradCollective] = {
     'all_reduce': AllReduce(),
     'reduce_scatter': ReduceScatter(),
-    'a2a_fp32_sum': AllToAllFp32Sum(),
+    'upstream_a2a': UpstreamAllToAll(),
+    'a2a': AllToAllFp32Sum(),
 }
 
 
+def _reduce_op(plan: ScalingPlan) -> Any:
+    if plan.op == 'premul':
+        return dist._make_nccl_premul_sum(plan.factor)
+    return dist.ReduceOp.AVG if plan.op == 'avg' else dist.ReduceOp.SUM
+
+
+def _launches(group: ParamAndGradBucketGroup) -> list[list[int]]:
+    """Buckets that can be reduced in one coalesced launch: a mixture of dtypes is refused by torch."""
+    return by_dtype([bucket.grad_data.dtype for bucket in group.buckets])
+
+
 def launch_grad_reduce(
-    group: ParamAndGradBucketGroup, *, kind: ReduceKind, op: Any
+    group: ParamAndGradBucketGroup, *, choice: ReduceChoice, plan: ScalingPlan
 ) -> Waitable | None:
     """Starts the reduction of a group, over several optimizer instances if there are any.
 
+    With several instances each reduces over its own ranks first; then the owners of one shard add up
+    theirs. The rest of a bucket holds no more than its instance's sum, also after an all-reduce.
+
     Args:
-        group: The group; its gradients are scaled already.
-        kind: Which collective.
-        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
+        group: The group; its buckets are multiplied by ``plan.bucket_factor`` already.
+        choice: Which collective; all but the all-reduce need the distributed optimizer.
+        plan: How contributions are added up, and what the result is multiplied by.
 
     Returns:
-        A handle, or None when it is done (no overlap) or ordered by streams (several instances).
+        A handle whose ``wait`` also does what is left to do with the result (fp32 sums, scaling), or
+        None when all of it is done (no overlap) or ordered by streams (several instances).
     """
     config = group.ddp_config
     several_instances = config.num_distributed_optimizer_instances > 1
     async_op = config.overlap_grad_reduce and not several_instances
     with _communication_stream(group, several_instances and config.overlap_grad_reduce):
-        handle = _COLLECTIVES[kind].launch(group, op, async_op)
+        handles = _COLLECTIVES[choice.kind].launch(group, choice, plan, async_op)
         if several_instances and config.use_distributed_optimizer:
-            _all_reduce_across_instances(group, op)
-    return handle
+            _all_reduce_across_instances(group, plan)
+        if plan.post_factor != 1.0:
+            scaled = Scaled(handles, _reduced(group, choice), plan.post_factor)
+            if not async_op:
+                scaled.wait()
+            handles = [scaled]
+    if not async_op:
+        return None
+    return handles[0] if len(handles) == 1 else Handles(handles)
+
+
+def _reduced(group: ParamAndGradBucketGroup, choice: ReduceChoice) -> list[torch.Tensor]:
+    """Views of what a reduction leaves on this rank: whole buckets or owned shards."""
+    if choice.kind == 'all_reduce':
+        return [bucket.grad_data for bucket in group.buckets]
+    return [group.owned_grad_shard(index) for index in range(len(group.buckets))]
 
 
 @contextlib.contextmanager
@@ -161,13 +249,18 @@ def _communication_stream(group: ParamAndGradBucketGroup, aside: bool) -> Iterat
         yield
 
 
-def _all_reduce_across_instances(group: ParamAndGradBucketGroup, op: Any) -> None:
-    """Each instance holds the sum over its own ranks; owners of the same shard add theirs up."""
+def _all_reduce_across_instances(group: ParamAndGradBucketGroup, plan: ScalingPlan) -> None:
+    """Each instance holds the sum over its own ranks; owners of the same shard add theirs up.
+
+    A mean of means is the mean, as instances have equal sizes; a factor is not applied a second time.
+    """
     pg = group.inter_distributed_optimizer_instance_group
     assert pg is not None, 'DDP sets the inter-instance group of every bucket group'
-    with _pgb._coalescing_manager(pg, async_ops=False):
-        for index in range(len(group.buckets)):
-            dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
+    op = dist.ReduceOp.AVG if plan.op == 'avg' else dist.ReduceOp.SUM
+    for indices in _launches(group):
+        with _pgb._coalescing_manager(pg, async_ops=False):
+            for index in indices:
+                dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
 
 
 def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Waitable | None:

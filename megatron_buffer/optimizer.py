@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: upstream's, with the config's layout.
+"""``DistributedOptimizer``: upstream's, with the config's layout and guarded checkpoints.
 
 Stands for ``DistributedOptimizer`` (``megatron/core/optimizer/distrib_optimizer.py``).
 """
@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
+from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
+from megatron_buffer.checkpointing import CheckpointedOptimizer
 from megatron_buffer.collectives import reduce_scatter_global_preserved
 from megatron_buffer.param_layout import compute_per_buffer_param_layout
+from megatron_buffer.strategies.gather import chain_heads
 
 _do = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
 
 
-class DistributedOptimizer(_do.DistributedOptimizer):
+class DistributedOptimizer(CheckpointedOptimizer):
     """``DistributedOptimizer`` that lays buffers out as the installed config has it.
 
     ``compute_full_param_layout`` is upstream's, and finds our grouping and this class by their
@@ -44,3 +47,71 @@ class DistributedOptimizer(_do.DistributedOptimizer):
         return compute_per_buffer_param_layout(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Steps; under ``param_gather: eager`` then starts the gathers that forward needs first.
+
+        Upstream: ``DistributedOptimizer.step_with_ready_grads``, after which the first forward pre-hook
+        starts them. Each later gather is started by the pre-hook that waits for its predecessor.
+
+        Returns:
+            Whether parameters were updated.
+        """
+        groups = self._eager_groups()
+        for group in groups:
+            if group.param_gather_handle is not None:  # no forward pass since the last step
+                group.start_param_sync(force_sync=True)
+                group.param_gather_dispatched = False
+        updated = super().step_with_ready_grads()
+        if updated and self.ddp_config.overlap_param_gather:
+            for group in self._own_groups():
+                group.params_stale = True
+        for group in groups:
+            if updated and not group.param_gather_dispatched:
+                group.start_param_sync()
+        return updated
+
+    def _eager_groups(self) -> list[Any]:
+        """The bucket groups to gather right after the step: none unless forward pre-hooks wait for them.
+
+        A group counts only if this optimizer updates all of it (experts and LayerWise parameters have
+        optimizers of their own, which may step later). With ``overlap_param_gather_with_optimizer_step``,
+        ``align_param_gather`` or a ``param_sync_func`` others start the gathers; a captured step cannot.
+        """
+        if (
+            self.is_stub_optimizer
+            or not self.ddp_config.overlap_param_gather
+            or self.ddp_config.align_param_gather
+            or self.config.overlap_param_gather_with_optimizer_step
+            or self.config.optimizer_cuda_graph
+            or any(chunk.config.param_sync_func is not None for chunk in self.model_chunks)
+        ):
+            return []
+        eager = [c for c in self.model_chunks if _is_eager(c) and c.remove_forward_pre_hook_handles]
+        if not eager:
+            return []
+        own = {id(group) for group in self._own_groups()}
+        heads = [
+            head
+            for chunk in eager
+            for head in chain_heads(chunk.bucket_groups + chunk.expert_parallel_bucket_groups)
+        ]
+        return [head for head in heads if id(head) in own]
+
+    def _own_groups(self) -> list[ParamAndGradBucketGroup]:
+        """The bucket groups of ours that this optimizer updates alone."""
+        own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        return [
+            group
+            for chunk in self.model_chunks
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if isinstance(group, ParamAndGradBucketGroup)
+            and all(id(bucket) in own for bucket in group.buckets)
+        ]
+
+
+def _is_eager(chunk: Any) -> bool:
+    """Whether the config that wrapped this model chunk asks for eager gathers; stock's wrapper has none."""
+    runtime = getattr(chunk, 'runtime', None)
+    return runtime is not None and getattr(runtime.param_gather, 'eager', False)
