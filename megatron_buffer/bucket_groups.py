@@ -7,7 +7,8 @@ Stands for ``partition_buckets`` and ``_ParamAndGradBucketGroup``
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,13 +23,16 @@ from megatron_buffer.collectives import (
     shard,
 )
 from megatron_buffer.errors import LayoutError, ReadinessError
+from megatron_buffer.grad_values import check_local_grads, check_reduced_grads
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.bucket_groups import BufferBuckets
-from megatron_buffer.strategies.reduce import ReduceKind
-from megatron_buffer.strategies.unused import WindowState
+from megatron_buffer.strategies.dispatch import Dispatcher
+from megatron_buffer.strategies.readiness import OnLate
+from megatron_buffer.strategies.reduce import ALL_REDUCE
+from megatron_buffer.strategies.scaling import ScalingPlan
+from megatron_buffer.window import GroupWindow
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
-_REDUCE_OPS = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.AVG}
 
 
 class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
@@ -44,7 +48,13 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
     Attributes:
         readiness: Counts the gradients of this window.
         param_to_name: Names for messages; DDP fills it in.
+        dispatcher: Starts the reduction when its turn comes; DDP sets the chunk's.
+        on_late: What a gradient means that comes after the reduction was started.
+        scaling_plan: How gradients become averages; DDP sets it.
         grad_reduce_dispatched: True once the reduction was started in this window.
+        late_grads: Gradients of this window that are kept aside, per parameter, shaped like main_grad.
+        late_params: Parameters whose late gradient was added all the same, in order.
+        params_stale: True from an optimizer step until the gather of its values is started.
     """
 
     def __init__(
@@ -56,16 +66,30 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or runtime_module.current()
+        self.on_late: OnLate = self.runtime.on_late
         self.readiness = self.runtime.readiness.tracker(
-            [param for bucket in buckets for param in bucket.params_list]
+            [param for bucket in buckets for param in bucket.params_list],
+            adapts=getattr(self.runtime.unused_params, 'on_late', 'warn') != 'warn',
         )
         self.param_to_name: dict[torch.nn.Parameter, str] = {}
+        self.dispatcher: Dispatcher | None = None
+        self.drain: Drain | None = None
         self.grad_reduce_dispatched = False
+        self.late_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.late_params: dict[torch.nn.Parameter, None] = {}
+        self.params_stale = False
+        self.warned_of_export = False
+        self._judged = False
         with reduce_scatter_global_preserved():
             super().__init__(buckets, ddp_config, collective_group, collective_group_size)
-        self.reduce_kind: ReduceKind = self.runtime.grad_reduce.kind(
+        self.reduce_choice = self.runtime.grad_reduce.choice(
             dist_opt=ddp_config.use_distributed_optimizer,
             fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+        )
+        factors = {bucket.gradient_scaling_factor for bucket in buckets}
+        self.scaling_plan = ScalingPlan(
+            factors.pop() if len(factors) == 1 else 1.0,
+            'avg' if ddp_config.average_in_collective else 'sum',
         )
 
     # Upstream's names for the readiness state, which its constructor and its tests use.
@@ -112,6 +136,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             dist.get_backend(self.communication_group),
         )
 
+    @property
+    def awaits_gather(self) -> bool:
+        """True while other ranks' shards hold last step's values: not gathered yet, or not finished."""
+        return self.params_stale or self.param_gather_handle is not None
+
     def owned_grad_shard(self, index: int) -> torch.Tensor:
         """View of the gradients of bucket ``index`` that this rank owns."""
         return shard(
@@ -134,12 +163,15 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        if self.readiness.is_first_batch or self.grad_reduce_dispatched:
-            self._check_window()
-        self.readiness.reset()
+        if self.ddp_config.overlap_grad_reduce and self.grad_reduce_dispatched:
+            self._judge_alone()
+        self.readiness.reset(finished=self.grad_reduce_finished)
         self.is_last_microbatch = True
         self.grad_reduce_finished = False
         self.grad_reduce_dispatched = False
+        self._judged = False
+        self.late_grads.clear()
+        self.late_params.clear()
 
     def register_grad_ready(
         self, param: torch.nn.Parameter, force_all_reduce: bool | None = False
@@ -156,25 +188,36 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
                 f'a parameter of shape {tuple(param.shape)} registered its gradient with a bucket '
                 'group that it does not belong to'
             )
-        if self.readiness.register(param):
-            self.runtime.dispatch_order.group_ready(self, bool(force_all_reduce))
+        complete = self.readiness.register(param)
+        if self.grad_reduce_dispatched:
+            if param not in self.late_grads:
+                self.late_params.setdefault(param)
+        elif complete and self.dispatcher is not None:
+            self.dispatcher.group_ready(self, bool(force_all_reduce))
+        elif complete:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Scales and starts to reduce the gradients of all buckets.
 
-        Upstream: ``_ParamAndGradBucketGroup.start_grad_sync``.
+        Upstream: ``_ParamAndGradBucketGroup.start_grad_sync``. In one window it does so once: stock
+        scales and reduces again what was reduced already.
 
         Args:
             force_all_reduce: Reduce whole buckets even under the distributed optimizer.
+
+        Raises:
+            ReadinessError: If the reduction is in flight already.
         """
-        if self._already_started():
+        if self.grad_reduce_dispatched:
+            if self.grad_reduce_handle is not None and not self.is_first_batch:
+                raise ReadinessError(
+                    'the reduction of a bucket group was started twice in one iteration; it holds '
+                    f'{self._some_names()}'
+                )
             return
-        self._drain_predecessor(force_all_reduce)
-        if self.grad_reduce_handle is not None:
-            raise ReadinessError(
-                'the reduction of a bucket group was started twice in one iteration; it holds '
-                f'{self._some_names()}'
-            )
+        if self.drain is not None:
+            self.drain.start(self, force_all_reduce)
         self._wait_for_captured_wgrads()
         self._copy_in_extra_main_grads()
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
@@ -187,25 +230,10 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
                     bucket.grad_data.mul_(bucket.gradient_scaling_factor)
         self.grad_reduce_handle = launch_grad_reduce(
             self,
-            kind='all_reduce' if force_all_reduce else self.reduce_kind,
-            op=_REDUCE_OPS[self.ddp_config.average_in_collective],
+            choice=ALL_REDUCE if force_all_reduce else self.reduce_choice,
+            plan=self.scaling_plan,
         )
         self.grad_reduce_dispatched = True
-
-    def _already_started(self) -> bool:
-        """In the first iteration finish starts what nobody has: once, with streams as with handles."""
-        if not self.is_first_batch:
-            return False
-        if self.grad_reduce_handle is not None:
-            return True
-        by_stream = self.ddp_config.num_distributed_optimizer_instances > 1
-        return by_stream and self.ddp_config.overlap_grad_reduce and self.grad_reduce_dispatched
-
-    def _drain_predecessor(self, force_all_reduce: bool | None) -> None:
-        """Frees the predecessor's temporary before this group allocates its own."""
-        predecessor = self.previous_grad_reduce_bucket_group
-        if predecessor is not None and predecessor.grad_reduce_handle is not None:
-            predecessor.finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def _wait_for_captured_wgrads(self) -> None:
         """Replayed CUDA graphs leave an event on each parameter whose gradient they wrote."""
@@ -226,16 +254,73 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
                     in_buffer.copy_(param.main_grad)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Waits for the reduction; without overlap, or in the first iteration, starts it here.
+        """Waits for the reduction; starts it here if nobody has. Once in a window: stock without overlap
+        scales and reduces again when called again.
 
         Upstream: ``_ParamAndGradBucketGroup.finish_grad_sync``.
 
         Raises:
             ReadinessError: If gradients are missing where stock would assert, by name.
         """
-        if not self.grad_reduce_finished:
-            self._check_window()
+        if not self.ddp_config.overlap_grad_reduce:
+            if self.grad_reduce_dispatched:
+                self.param_gather_dispatched = False
+                return
+        elif not self.grad_reduce_finished:
+            self._judge_alone()
+            self.start_unless_started(force_all_reduce)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
+        self.grad_reduce_finished = True
+        if self.runtime.config.checks.nan_in_grad:
+            check_reduced_grads(self)
+
+    def start_unless_started(self, force_all_reduce: bool | None) -> None:
+        """Starts the reduction if that has not happened in this window."""
+        if not self.grad_reduce_dispatched:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
+
+    def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+        """Looks at this rank's gradients before they are reduced, and names the parameters.
+
+        Upstream: ``_ParamAndGradBucketGroup.check_grads``.
+
+        Raises:
+            GradientValueError: On NaN or Inf.
+        """
+        check_local_grads(self, nan_or_inf=check_for_nan_or_inf, large=check_for_large)
+
+    def abandon(self) -> None:
+        """Ends a window that was broken off: waits for what is in flight."""
+        self.start_unless_started(False)
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.wait()
+            self.grad_reduce_handle = None
+
+    def holds_gradients(self) -> bool:
+        """True if gradients of this window are in the buffer and not reduced yet; the host waits."""
+        if self.grad_reduce_handle is not None or self.late_grads:
+            return True
+        if self.grad_reduce_finished or self.grad_reduce_dispatched:
+            return False
+        storages = (bucket.grad_data for bucket in self.buckets)
+        return any(s.untyped_storage().size() > 0 and bool(s.any()) for s in storages)
+
+    def _judge_alone(self) -> None:
+        """Lets the unused_params strategy judge this group, where no DDP judges its chunk as a whole."""
+        if self.dispatcher is not None or self._judged:
+            return
+        self._judged = True
+        if self.irregular:
+            self.runtime.unused_params.check([GroupWindow(self)])
+
+    @property
+    def irregular(self) -> bool:
+        """True if a parameter has no gradient, or other than the expected ones; or one came late."""
+        return bool(
+            not self.readiness.is_regular()
+            or self.late_params
+            or 0 < len(self.readiness.counts) < len(self.params)
+        )
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gathers the parameters from their owners.
@@ -249,8 +334,13 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             super().start_param_sync(force_sync=force_sync)
             return
         overlap = self.ddp_config.overlap_param_gather
+        self.params_stale = False
         if self.param_gather_handle is not None:
-            assert force_sync, 'a gather is in flight; only force_sync may ask for another one'
+            if not force_sync:
+                raise ReadinessError(
+                    'the gather of a bucket group was started while the one before was in flight; it '
+                    f'holds {self._some_names()}'
+                )
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             self._post_param_sync()
@@ -260,32 +350,33 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             self._post_param_sync()
         self.param_gather_dispatched = True
 
-    def _check_window(self) -> None:
-        """Lets the unused_params strategy judge a window that is not as it should be."""
-        tracker = self.readiness
-        if not self.ddp_config.overlap_grad_reduce or tracker.is_regular():
-            return
-        self.runtime.unused_params.check(
-            WindowState(
-                missing=self._names(tracker.missing()),
-                surplus=self._names(tracker.surplus()),
-                num_registered=len(tracker.counts),
-                num_params=len(self.params),
-                is_first_batch=tracker.is_first_batch,
-                dispatched=self.grad_reduce_dispatched,
-                has_handle=self.ddp_config.num_distributed_optimizer_instances == 1,
-            )
-        )
-
-    def _names(self, params: Sequence[Any]) -> list[str]:
+    def names(self, params: Iterable[Any]) -> list[str]:
+        """Names of parameters, for messages; those in the wrapped module where a DDP gave them."""
         return [
             self.param_to_name.get(param, f'a parameter of shape {tuple(param.shape)}')
             for param in params
         ]
 
     def _some_names(self) -> str:
-        names = self._names([param for bucket in self.buckets for param in bucket.params_list])
+        names = self.names(self.param_to_bucket)
         return ', '.join(names[:4]) + (f' and {len(names) - 4} more' if len(names) > 4 else '')
+
+
+class Drain:
+    """Groups whose reductions hold temporaries: each frees the one before it, in order of dispatch.
+
+    Upstream links them in list order (``previous_grad_reduce_bucket_group``), which is not always the
+    order in which backward completes them.
+    """
+
+    def __init__(self) -> None:
+        self._last: Callable[[], ParamAndGradBucketGroup | None] = lambda: None
+
+    def start(self, group: ParamAndGradBucketGroup, force_all_reduce: bool | None) -> None:
+        """``group`` is about to allocate its temporaries."""
+        before, self._last = self._last(), weakref.ref(group)
+        if before is not None and before.grad_reduce_handle is not None:
+            before.finish_grad_sync(force_all_reduce=force_all_reduce)
 
 
 def partition_buckets(
@@ -311,10 +402,16 @@ def partition_buckets(
     if not buffers:
         return []
     runtime = getattr(buffers[0], 'runtime', None) or runtime_module.current()
+    choice = runtime.grad_reduce.choice(
+        dist_opt=getattr(buffers[0].ddp_config, 'use_distributed_optimizer', False),
+        fp32_accumulation=reduce_scatter_with_fp32_accumulation,
+    )
+    # Ours holds temporaries for one bucket at a time, also where bucketing is off for the chunk.
+    ours = choice.kind == 'a2a'
     groups = runtime.bucket_groups.partition(
-        [BufferBuckets(b.param_dtype == torch.uint8, len(b.buckets)) for b in buffers],
-        single_group=force_single_bucket_group,
-        one_bucket_per_group=reduce_scatter_with_fp32_accumulation,
+        [_described(buffer) for buffer in buffers],
+        single_group=force_single_bucket_group and not ours,
+        one_bucket_per_group=reduce_scatter_with_fp32_accumulation or ours,
     )
     made: list[ParamAndGradBucketGroup] = []
     for refs in groups:
@@ -335,3 +432,27 @@ def partition_buckets(
             )
         )
     return made
+
+
+def _described(buffer: Any) -> BufferBuckets:
+    """A buffer as the grouping strategies see it."""
+    index = forward_index(getattr(buffer, 'param_to_name', {}))
+    return BufferBuckets(
+        is_fp8=buffer.param_dtype == torch.uint8,
+        ready_at=[ready_at(bucket.params_list, index) for bucket in buffer.buckets],
+        is_layer_wise=any(
+            getattr(param, 'is_managed_by_layer_wise_optimizer', False)
+            for bucket in buffer.buckets[:1]
+            for param in bucket.params_list[:1]
+        ),
+    )
+
+
+def forward_index(param_to_name: Mapping[Any, str]) -> dict[Any, int]:
+    """Position of each parameter in registration order, which DDP's map of names has."""
+    return {param: position for position, param in enumerate(param_to_name)}
+
+
+def ready_at(params: Iterable[Any], index: Mapping[Any, int]) -> int:
+    """Lowest forward index among ``params``: where backward completes them."""
+    return min((index.get(param, 0) for param in params), default=0)

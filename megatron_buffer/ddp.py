@@ -14,9 +14,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 
 from megatron_buffer import __version__, errors
@@ -25,16 +27,26 @@ from megatron_buffer.agreement import check_against_first, check_agreement
 from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buckets
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
-from megatron_buffer.config import BufferConfig
-from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError
+from megatron_buffer.chunk_window import ChunkWindow
+from megatron_buffer.config import AXES, BufferConfig
+from megatron_buffer.config_catalog import third_party_origins
+from megatron_buffer.config_yaml import did_you_mean
+from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError, ReadinessError
+from megatron_buffer.gather_chain import maybe_chain_gathers
+from megatron_buffer.gather_guard import watch_reads
 from megatron_buffer.optimizer import DistributedOptimizer
+from megatron_buffer.param_checks import check_param_data, settle_shared_storage
 from megatron_buffer.param_layout import (
     compute_default_per_buffer_param_layout,
     compute_per_buffer_param_layout,
     group_params_for_buffers,
 )
-from megatron_buffer.runtime import Runtime
+from megatron_buffer.recording import attach_if_wanted
+from megatron_buffer.runtime import ModelChunk, Runtime
+from megatron_buffer.strategies.names import matches, outermost_module
 from megatron_buffer.strategies.scaling import ScalingContext
+from megatron_buffer.window import accumulate_late
+from megatron_buffer.wrap_checks import check_collectives
 
 _ddp = importlib.import_module('megatron.core.distributed.distributed_data_parallel')
 _do = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
@@ -87,7 +99,14 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         requested_elems = ddp_config.bucket_size
         ddp_config = copy.copy(ddp_config)
         _merge_config(runtime, ddp_config)
-        with _constructor_lock, runtime_module.scope(runtime), _constructor_names():
+        if ddp_config.use_distributed_optimizer:
+            policy = runtime.config.checks.aliased_params
+            settle_shared_storage(module, policy, runtime.config.source)
+        chunk = _named_chunk(module)
+        if runtime.needs_names and chunk.names and ddp_config.use_distributed_optimizer:
+            # Computed before DDP, it knows no names; upstream's constructor makes another one below.
+            full_param_layout = None
+        with _constructor_lock, runtime_module.scope(runtime, chunk), _constructor_names():
             super().__init__(
                 config=config,
                 ddp_config=ddp_config,
@@ -97,24 +116,99 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
                 full_param_layout=full_param_layout,
             )
         self.runtime = runtime
-        self._looked_for_unused_groups = False
         self._check_bucket_size(requested_elems)
         self._check_layouts(full_param_layout)
-        self._check_collectives()
         self._apply_scaling(config)
-        for group in self._all_groups():
-            group.param_to_name = self._names()
+        self._window = ChunkWindow(self, config, self._names())
+        check_collectives(self)
+        self._warn_of_idle_patterns()
         self._log_summary(requested_elems, disable_bucketing)
         self._check_rank_agreement()
+        maybe_chain_gathers(self, chunk)
+        attach_if_wanted(self, chunk)
+        watch_reads(self)
         runtime_module.track(
             self, runtime, f'{type(module).__name__} ({len(self._names())} parameters)'
         )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Waits for all reductions; upstream: ``DistributedDataParallel.finish_grad_sync``."""
-        super().finish_grad_sync(force_all_reduce=force_all_reduce)
-        if self.ddp_config.overlap_grad_reduce and not self._looked_for_unused_groups:
-            self._warn_of_unused_groups()
+        """Waits for all reductions; upstream: ``DistributedDataParallel.finish_grad_sync``.
+
+        Raises:
+            ReadinessError: If parameters have no gradient, or late ones, and the config does not allow it.
+        """
+        self._window.finish(
+            partial(super().finish_grad_sync, force_all_reduce=force_all_reduce),
+            bool(force_all_reduce),
+        )
+
+    def zero_grad_buffer(self) -> None:
+        """Starts a window; upstream: ``DistributedDataParallel.zero_grad_buffer``."""
+        self._window.begin()
+        if self.runtime.config.checks.replaced_param_data:
+            check_param_data(self._all_buffers())
+        super().zero_grad_buffer()
+        self._window.reset()
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiplies all gradients; upstream: ``DistributedDataParallel.scale_gradients``.
+
+        Raises:
+            ReadinessError: If they are being reduced meanwhile.
+        """
+        if any(group.grad_reduce_handle is not None for group in self._all_groups()):
+            raise ReadinessError(
+                'scale_gradients() was called while gradients are being reduced; call '
+                'finish_grad_sync() first'
+            )
+        super().scale_gradients(scaling_factor)
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Frees the gradients' storage between iterations; ``restore_grad_buffers`` brings back zeros.
+
+        Upstream: ``DistributedDataParallel.offload_grad_buffers``.
+
+        Raises:
+            ReadinessError: In the middle of an accumulation window, whose gradients would be lost.
+            ParamStorageError: If the storage is not the gradients' alone.
+        """
+        open_groups = [group for group in self._all_groups() if group.holds_gradients()]
+        if open_groups:
+            names = open_groups[0].names(open_groups[0].param_to_bucket)
+            raise ReadinessError(
+                'offload_grad_buffers() was called in the middle of an accumulation window: the '
+                f'gradients of {len(open_groups)} bucket groups are not reduced yet, the first holds '
+                f'{", ".join(names[:4])}. Call it after finish_grad_sync() and the optimizer step, or '
+                'after zero_grad_buffer()'
+            )
+        super().offload_grad_buffers(synchronize=synchronize, empty_cache=empty_cache)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Loads once no gather is in flight; upstream: ``DistributedDataParallel.load_state_dict``."""
+        for group in self._all_groups():
+            if group.param_gather_handle is not None:
+                with torch.no_grad():
+                    group.start_param_sync(force_sync=True)
+        super().load_state_dict(state_dict, strict=strict)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Waits for gathers in forward from now on; nothing where that is so already.
+
+        Upstream: ``DistributedDataParallel.enable_forward_pre_hook``.
+        """
+        if not self.remove_forward_pre_hook_handles:
+            super().enable_forward_pre_hook()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Gathers now and no longer in forward; only gathers where that is so already.
+
+        Upstream: ``DistributedDataParallel.disable_forward_pre_hook``.
+        """
+        if self.remove_forward_pre_hook_handles:
+            super().disable_forward_pre_hook(param_sync=param_sync)
+        elif param_sync:
+            with torch.no_grad():
+                self.start_param_sync(force_sync=True)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         """Upstream's hook behind a weak reference; upstream: ``_make_backward_post_hook``.
@@ -122,15 +216,23 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         Autograd's C++ node holds the hook, and upstream's closure holds the model. Any tensor whose
         graph reaches the node (an fp32 main_param, a kept auxiliary loss) would make a cycle that
         Python's collector cannot see, and the model and its buffers would never be freed.
+
+        A gradient that comes after its group was dispatched is seen here, before it is added.
         """
         index = len(self._post_hooks)
-        self._post_hooks.append(super()._make_backward_post_hook(param))
+        group = self.param_to_bucket_group[param]
+        self._post_hooks.append((param, group, super()._make_backward_post_hook(param)))
         this = weakref.ref(self)
 
         def hook(*unused: Any) -> None:
             ddp = this()
-            if ddp is not None:
-                ddp._post_hooks[index](*unused)
+            if ddp is None:
+                return
+            param, group, upstream_hook = ddp._post_hooks[index]
+            if group.grad_reduce_dispatched and not _ddp.is_graph_capturing():
+                accumulate_late(group, param, upstream_hook, *unused)
+            else:
+                upstream_hook(*unused)
 
         return hook
 
@@ -146,6 +248,9 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
 
     def _pp_rank(self) -> int:
         return (self.pp_group[0] if isinstance(self.pp_group, list) else self.pp_group).rank()
+
+    def _pp_size(self) -> int:
+        return (self.pp_group[0] if isinstance(self.pp_group, list) else self.pp_group).size()
 
     def _check_bucket_size(self, requested_elems: int | None) -> None:
         """A size in the config and another one in ddp_config cannot both hold."""
@@ -208,42 +313,44 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     def _is_expert(self, buffer: ParamAndGradBuffer) -> bool:
         return any(buffer is expert for expert in self.expert_parallel_buffers)
 
-    def _check_collectives(self) -> None:
-        """What upstream would assert in the middle of training is refused here."""
-        if not self.ddp_config.reduce_scatter_with_fp32_accumulation:
-            return
-        for group in self._all_groups():
-            if group.reduce_kind != 'a2a_fp32_sum':
-                continue
-            if self.ddp_config.average_in_collective:
-                raise ConflictError(
-                    'reduce_scatter_with_fp32_accumulation sums at the owner and cannot average: turn '
-                    'average_in_collective off'
-                )
-            if len(group.buckets) > 1 and self.ddp_config.overlap_grad_reduce:
-                raise LayoutError(
-                    f'reduce_scatter_with_fp32_accumulation takes one bucket per group, and a group '
-                    f'holds {len(group.buckets)}: bucketing is disabled for this model chunk, which '
-                    'puts buffers of several dtypes into one group. Give the chunk parameters of one '
-                    'dtype, or turn reduce_scatter_with_fp32_accumulation or overlap_grad_reduce off.'
-                )
-
     def _apply_scaling(self, config: Any) -> None:
-        """Sets the factor that each bucket's gradients are multiplied by before their collective."""
-        for buffer in self._all_buffers():
+        """Sets how each bucket's gradients become averages."""
+        parts = (
+            (self.buffers, self.bucket_groups, False),
+            (self.expert_parallel_buffers, self.expert_parallel_bucket_groups, True),
+        )
+        for buffers, groups, is_expert_parallel in parts:
             plan = self.runtime.scaling.plan(
                 ScalingContext(
                     dp_size=self.dp_cp_group.size(),
                     expert_dp_size=self.expt_dp_group.size(),
-                    is_expert_parallel=self._is_expert(buffer),
+                    is_expert_parallel=is_expert_parallel,
                     average_in_collective=self.ddp_config.average_in_collective,
                     per_token_loss=config.calculate_per_token_loss,
                 )
             )
-            assert (plan.op == 'avg') == self.ddp_config.average_in_collective
-            buffer.gradient_scaling_factor = plan.factor
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor = plan.factor
+            for buffer in buffers:
+                buffer.gradient_scaling_factor = plan.bucket_factor
+                for bucket in buffer.buckets:
+                    bucket.gradient_scaling_factor = plan.bucket_factor
+            for group in groups:
+                group.scaling_plan = plan
+
+    def _warn_of_idle_patterns(self) -> None:
+        """A pattern that no parameter matches is likely a typing error, or another model's."""
+        for axis in AXES:
+            strategy = getattr(self.runtime, axis, None) or getattr(self.runtime.layout, axis, None)
+            for place, pattern in getattr(strategy, 'patterns', list)():
+                names = list(self._names().values())
+                if not any(matches(n, pattern) or outermost_module(n, pattern) for n in names):
+                    log_on_each_pipeline_stage(
+                        logger,
+                        logging.WARNING,
+                        f'{axis}.{place} of {self.runtime.config.source}: {pattern!r} matches no '
+                        f'parameter of this model chunk.{did_you_mean(pattern, names)}',
+                        tp_group=self.tp_group,
+                        dp_cp_group=self.dp_cp_group,
+                    )
 
     def _log_summary(self, requested_elems: int | None, disable_bucketing: bool) -> None:
         size = resolve_bucket_size(
@@ -280,7 +387,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             )
         if not wanted:
             return
-        versions = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
+        own = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
+        versions = '; '.join([own, *third_party_origins(self.runtime.config)])
         experts = _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
         dense = [
             versions,
@@ -304,24 +412,24 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         if generation is not None:
             check_against_first('the installed buffer config', f'config/{generation}', versions)
 
-    def _warn_of_unused_groups(self) -> None:
-        """Stock reduces a group without any gradient as zeros for ever, and says nothing."""
-        groups = self._all_groups()
-        silent = [group for group in groups if not group.readiness.counts]
-        if len(silent) == len(groups):
-            return
-        self._looked_for_unused_groups = True
-        names = [n for group in silent for n in group._names(group.readiness.missing())]
-        if names:
-            log_on_each_pipeline_stage(
-                logger,
-                logging.WARNING,
-                f'{len(names)} parameters got no gradient in the first iteration and are reduced as '
-                f'zeros: {", ".join(names[:8])}{" ..." if len(names) > 8 else ""}. Freeze them before '
-                'wrapping the model if they are unused on purpose.',
-                tp_group=self.tp_group,
-                dp_cp_group=self.dp_cp_group,
-            )
+
+def _named_chunk(module: torch.nn.Module) -> ModelChunk:
+    """The chunk with the names of its parameters, as upstream's constructor will call them.
+
+    LayerWise lays out its own buffers before there are names, so its chunks go without.
+    """
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    if any(getattr(p, 'is_managed_by_layer_wise_optimizer', False) for _, p in named):
+        named = []
+    inner: Any = module
+    while isinstance(getattr(inner, 'module', None), torch.nn.Module):
+        inner = inner.module
+    pp_rank = 0
+    if parallel_state.model_parallel_is_initialized():
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return ModelChunk(
+        {param: name for name, param in named}, pp_rank, getattr(inner, 'vp_stage', None) or 0
+    )
 
 
 def _merge_config(runtime: Runtime, ddp_config: Any) -> None:

@@ -21,9 +21,12 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+from megatron_buffer.liveness import Neighbour, Process, is_waiting_in_torch
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +84,28 @@ class ReadinessError(MegatronBufferError, RuntimeError, AssertionError):
     """
 
 
+class GradientValueError(MegatronBufferError, RuntimeError):
+    """Gradients hold NaN or Inf; bucket, rank and parameters are named."""
+
+
+class ParamStorageError(MegatronBufferError, ValueError):
+    """Parameters share storage, or lie outside the buffer that they were mapped into."""
+
+
+class StaleReadError(MegatronBufferError, RuntimeError):
+    """A parameter was read before its gather had brought this step's values."""
+
+
 class RankMismatchError(MegatronBufferError, RuntimeError):
     """Ranks that must agree (config, layout, bucket groups) do not; the first difference is named."""
+
+
+class CheckpointError(MegatronBufferError, RuntimeError):
+    """Optimizer state cannot be saved so that it equals memory."""
+
+
+class CheckpointLayoutError(CheckpointError, ValueError):
+    """Optimizer state was saved under a layout that differs in what its format depends on."""
 
 
 class Failure(NamedTuple):
@@ -115,6 +138,8 @@ _POLL_S = 0.5
 _MAX_REQUESTS_PER_S = 2000  # of all ranks together, to the one process that hosts the store
 _LINGER_S = 3.0
 _GRACE_S = 5.0
+_STUCK_S = 3.0  # how long a rank waits for a neighbour that was killed
+_CAUSE_S = 5.0  # how long a rank whose connection was closed waits for the reason
 _FAILURE_KEY = 'failure'
 _ACK_KEY = 'ack'
 
@@ -136,12 +161,17 @@ class _FailureWatch:
             target=self._run, name='megatron-buffer-failure-watch', daemon=True
         )
         self._main_thread_id = threading.main_thread().ident
+        self._neighbour = Neighbour(store, rank, self.pid)
+        self._waits_at: tuple[int, ...] | None = None
+        self._waits_since = 0.0
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
+        with contextlib.suppress(Exception):  # the store's host may be gone
+            self._neighbour.leave(self.rank)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_LINGER_S)
 
@@ -154,7 +184,7 @@ class _FailureWatch:
         try:
             found = self.store.compare_set(_FAILURE_KEY, '', json.dumps(failure))
             first = Failure(*json.loads(found)) if found else failure
-            if first.rank == self.rank:
+            if first == failure:
                 self._wait_for_acks()
             return first
         except Exception as error:  # the store's host may already be gone
@@ -177,6 +207,7 @@ class _FailureWatch:
                 return
             try:
                 if not self.store.check([_FAILURE_KEY]):
+                    self._look_after_neighbour()
                     continue
                 failure = Failure(*json.loads(self.store.get(_FAILURE_KEY)))
                 if failure.rank == self.rank:
@@ -188,6 +219,39 @@ class _FailureWatch:
                 return
             self._take_down(failure)
             return
+
+    def _look_after_neighbour(self) -> None:
+        """Says it for a neighbour that was killed.
+
+        Somebody may end a process that has done its work in such a way, while others are still writing
+        files. So it counts as a failure only if this rank waits in a collective, and keeps waiting.
+        """
+        gone = self._neighbour.vanished()
+        if gone is None:
+            return
+        place = is_waiting_in_torch(self._main_thread_id)
+        if place is None or place != self._waits_at:
+            self._waits_at, self._waits_since = place, time.monotonic()
+            return
+        if time.monotonic() - self._waits_since >= _STUCK_S:
+            self.store.compare_set(_FAILURE_KEY, '', json.dumps(_killed(gone)))
+
+    def cause_of_closed_connection(self) -> Failure | None:
+        """Waits a moment for the reason, which this rank or another may be about to find.
+
+        Returns:
+            The neighbour's death, if it was killed; None if another rank has posted, or nobody knows.
+        """
+        pause = threading.Event()
+        with contextlib.suppress(Exception):  # the store's host may be the one that is gone
+            for _ in range(int(_CAUSE_S / 0.1)):
+                gone = self._neighbour.vanished()
+                if gone is not None:
+                    return _killed(gone)
+                if self.store.check([_FAILURE_KEY]):
+                    return None
+                pause.wait(0.1)
+        return None
 
     def _take_down(self, failure: Failure) -> None:
         """Raises in the main thread; ends the process if the main thread cannot be reached."""
@@ -206,6 +270,14 @@ class _FailureWatch:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(1)
+
+
+def _killed(process: Process) -> Failure:
+    return Failure(
+        process.rank,
+        f'its process {process.pid} ended without a word: killed by a signal, such as the '
+        "system's for lack of memory",
+    )
 
 
 _watch: _FailureWatch | None = None
@@ -284,7 +356,17 @@ def post_failure(error: BaseException) -> Failure | None:
         return None
     if isinstance(error, RankFailure) and error.failure is not None:
         return error.failure
-    return watch.post(Failure(watch.rank, describe(error)))
+    failure = Failure(watch.rank, describe(error))
+    if _is_closed_connection(error):
+        failure = watch.cause_of_closed_connection() or failure
+    return watch.post(failure)
+
+
+def _is_closed_connection(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ('connection closed', 'connection reset', 'broken pipe')
+    )
 
 
 @contextlib.contextmanager

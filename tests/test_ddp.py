@@ -208,7 +208,7 @@ def test_fp32_sums_of_one_model_do_not_reach_a_stock_model_in_the_same_process()
     assert run_ranks(_fp32_then_stock, 2) == [{'ours': [], 'stock': []}] * 2
 
 
-def _log_records() -> list[str]:
+def _log_records(level: int = logging.INFO) -> list[str]:
     """A list that our messages are added to from now on."""
     records: list[str] = []
     handler = logging.Handler()
@@ -216,6 +216,7 @@ def _log_records() -> list[str]:
     log = logging.getLogger('megatron_buffer')
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    handler.setLevel(level)
     return records
 
 
@@ -312,7 +313,7 @@ def _wholly_unused(rank: int, world_size: int) -> list[str]:
     import megatron_buffer
     from tests import small_model as sm
 
-    records = _log_records()
+    records = _log_records(logging.WARNING)
     model = sm.wrap(
         sm.make_net(unused=True),
         megatron_buffer.DistributedDataParallel,

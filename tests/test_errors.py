@@ -73,6 +73,41 @@ def test_a_rank_stuck_in_a_collective_is_ended_with_the_reason() -> None:
         assert 'stuck in the call below' in outcomes[rank].output
 
 
+def _killed_in_backward(rank: int, world_size: int) -> None:
+    import signal
+
+    import megatron_buffer
+    from megatron_buffer import errors
+    from tests import small_model as sm
+
+    model = sm.wrap(
+        sm.make_net(),
+        megatron_buffer.DistributedDataParallel,
+        buffer_config='upstream',
+        overlap_grad_reduce=True,
+        bucket_size=100,
+    )
+    with errors.guard():
+        sm.run_window(model, rank, 0)
+        if rank == 1:
+            kill = lambda gradient: os.kill(os.getpid(), signal.SIGKILL)
+            model.module.first.weight.register_hook(kill)
+        sm.run_window(model, rank, 1)
+
+
+@pytest.mark.parametrize('world_size', [2, 4])
+def test_a_rank_that_is_killed_in_backward_is_named_by_the_others(world_size: int) -> None:
+    outcomes = run_ranks(
+        _killed_in_backward, world_size, expect_failure=True, timeout_s=LONG_S, grace_s=30.0
+    )
+    assert outcomes[1].headline() == 'killed by SIGKILL'
+    for outcome in outcomes[:1] + outcomes[2:]:
+        assert outcome.status in ('error', 'died'), outcome
+        said = outcome.error + outcome.output
+        assert 'rank 1 failed' in said
+        assert 'ended without a word' in said
+
+
 def _raise_in_python_code(rank: int, world_size: int) -> None:
     from megatron_buffer import errors
 

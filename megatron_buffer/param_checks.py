@@ -1,0 +1,192 @@
+"""Parameters that share storage, leave the buffer, or join training after they were wrapped.
+
+Upstream has no counterpart: ``_ParamAndGradBuffer.__init__``
+(``megatron/core/distributed/param_and_grad_buffer.py``) moves each parameter's data into its buffer, which
+silently unties two parameters that were one tensor, and never looks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megatron_buffer.errors import ParamStorageError, ReadinessError
+from megatron_buffer.param_layout import uses_quantized_storage
+
+logger = logging.getLogger(__name__)
+
+
+class Shared(NamedTuple):
+    """Two tensors of a module that overlap in memory.
+
+    Attributes:
+        names: Their names; the first is a trainable parameter.
+        tensors: The tensors.
+        same: True if they are one tensor under two objects: equal start, shape and strides.
+    """
+
+    names: tuple[str, str]
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    same: bool
+
+
+def shared_storage(module: torch.nn.Module) -> list[Shared]:
+    """Trainable parameters that overlap with another parameter or buffer of ``module``."""
+    by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, tensor in _tensors(module):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == 0 or tensor.numel() == 0:
+            continue
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        by_storage.setdefault(storage.data_ptr(), []).append(
+            (start, start + _extent_bytes(tensor), name, tensor)
+        )
+    found: list[Shared] = []
+    for members in by_storage.values():
+        members.sort(key=lambda member: member[:2])
+        for index, (start, end, name, tensor) in enumerate(members):
+            for other_start, _, other_name, other in members[index + 1 :]:
+                if other_start >= end:
+                    break
+                pair = [(name, tensor), (other_name, other)]
+                pair.sort(key=lambda item: not _is_trainable(item[1]))
+                if _is_trainable(pair[0][1]):
+                    same = (
+                        start == other_start
+                        and tensor.shape == other.shape
+                        and tensor.stride() == other.stride()
+                        and tensor.dtype == other.dtype
+                    )
+                    found.append(Shared((pair[0][0], pair[1][0]), (pair[0][1], pair[1][1]), same))
+    return found
+
+
+def settle_shared_storage(
+    module: torch.nn.Module, policy: Literal['warn', 'error', 'tie'], source: str
+) -> None:
+    """Warns of, refuses or really ties parameters that share storage, before they are remapped.
+
+    Args:
+        module: The module that is about to be wrapped under the distributed optimizer; ``tie`` puts one
+            parameter object in the place of two that are the same tensor.
+        policy: ``checks.aliased_params``.
+        source: The config's name, for messages.
+
+    Raises:
+        ParamStorageError: If the policy is ``error``, or ``tie`` cannot tie.
+    """
+    shared = shared_storage(module)
+    if not shared:
+        return
+    if policy == 'tie':
+        shared = [pair for pair in shared if not _tie(module, pair)]
+        if not shared:
+            return
+    listed = '; '.join(f'{a} and {b}' for a, b in (pair.names for pair in shared[:8]))
+    problem = (
+        f'parameters share storage, and moving them into the buffer would untie them: {listed}. Assign '
+        'the same Parameter object to both modules instead'
+    )
+    if policy == 'warn':
+        logger.warning('%s, or set checks.aliased_params', problem)
+        return
+    way_out = ', or set checks.aliased_params: tie' if policy == 'error' else ''
+    raise ParamStorageError(
+        f'{problem}{way_out} (checks.aliased_params is {policy} in {source}; only tensors of equal '
+        'start, shape and strides can be tied)'
+    )
+
+
+def _tie(module: torch.nn.Module, pair: Shared) -> bool:
+    kept, dropped = pair.tensors
+    if not (pair.same and isinstance(dropped, torch.nn.Parameter)):
+        return False
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is dropped:
+                child._parameters[name] = kept  # type: ignore[assignment]
+    return True
+
+
+def check_param_data(buffers: Iterable[Any]) -> None:
+    """Looks whether every parameter still lies where its buffer put it.
+
+    Args:
+        buffers: Our buffers; those without ``param_data`` are skipped, and so are quantized parameters,
+            whose tensors are not views of it.
+
+    Raises:
+        ParamStorageError: Naming the parameters whose ``data`` was replaced.
+    """
+    moved: list[str] = []
+    for buffer in buffers:
+        if buffer.param_data is None or buffer.param_dtype == torch.uint8:
+            continue
+        base, size = buffer.param_data.data_ptr(), buffer.param_data.element_size()
+        for param, (start, _, _) in buffer.param_index_map.items():
+            if param.data_ptr() != base + start * size and not uses_quantized_storage(param):
+                moved.append(buffer.param_to_name[param])
+    if moved:
+        raise ParamStorageError(
+            f'the data of {len(moved)} parameters was replaced after wrapping and lies outside the buffer, '
+            f'so the optimizer no longer reaches it: {", ".join(moved[:8])}. Write into it in place '
+            '(param.data.copy_()), or wrap the model after the change'
+        )
+
+
+class FrozenParams:
+    """Parameters that were frozen when the model was wrapped, and so have no place in a buffer.
+
+    Args:
+        module: The wrapped module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._params = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
+        self._warned = False
+
+    def check(self, is_error: bool) -> None:
+        """Looks for any that requires a gradient now, which would be reduced by nobody.
+
+        Args:
+            is_error: Raise; otherwise warn once.
+
+        Raises:
+            ReadinessError: Naming them.
+        """
+        thawed = [name for name, param in self._params if param.requires_grad]
+        if not thawed or (self._warned and not is_error):
+            return
+        message = (
+            f'{len(thawed)} parameters require a gradient now but were frozen when the model was wrapped, '
+            'so their gradients are neither reduced nor seen by the optimizer: '
+            f'{", ".join(thawed[:8])}. Unfreeze before wrapping'
+        )
+        if is_error:
+            raise ReadinessError(message)
+        self._warned = True
+        logger.warning('%s', message)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in module.named_parameters():
+        if param.device.type != 'meta' and not uses_quantized_storage(param):
+            yield name, param
+    for name, buffer in module.named_buffers():
+        if isinstance(buffer, torch.Tensor) and buffer.device.type != 'meta':
+            yield name, buffer
+
+
+def _is_trainable(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last one."""
+    steps: Sequence[int] = [
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return (sum(steps) + 1) * tensor.element_size()
