@@ -75,6 +75,7 @@ def _tree(folder: Path, **replaced: str) -> Path:
         else:
             shutil.copy(fp.find_core().training_path.parent.parent / name, target)  # type: ignore[union-attr]
     for package in (
+        'megatron/core/dist_checkpointing',
         'megatron/core/distributed',
         'megatron/core/optimizer',
         'megatron/training',

@@ -121,8 +121,7 @@ def _install(config: BufferConfig, digest: str, groups: list[str], compat: Compa
     _state.transactions.append(transaction)
     _log_once_per_job(
         f'installed buffer config {config.source} ({digest}): {len(transaction.edits)} names of '
-        'megatron-core replaced; optimizer checkpoints are stock Megatron-Core\'s (what checkpoint asks '
-        'for is not built yet)'
+        'megatron-core replaced'
     )
     unreachable = transaction.unreachable
     if unreachable:

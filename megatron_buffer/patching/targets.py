@@ -14,6 +14,7 @@ DDP = 'megatron.core.distributed.distributed_data_parallel'
 DIST_OPT = 'megatron.core.optimizer.distrib_optimizer'
 LAYER_WISE = 'megatron.core.optimizer.layer_wise_optimizer'
 FINALIZE = 'megatron.core.distributed.finalize_model_grads'
+SERIALIZATION = 'megatron.core.dist_checkpointing.serialization'
 ARGUMENTS = 'megatron.training.arguments'
 
 CORE = 'core'
@@ -80,6 +81,12 @@ TARGETS: tuple[Target, ...] = (
     _core(DIST_OPT, 'DistributedOptimizer', 'optimizer:DistributedOptimizer'),
     _core(FINALIZE, 'finalize_model_grads', 'finalize:finalize_model_grads'),
     Target(
+        group=CORE,
+        module=SERIALIZATION,
+        qualname='load',
+        wrapper='megatron_buffer.checkpoint_guard:wrap_load',
+    ),
+    Target(
         group=TRAINING,
         module=ARGUMENTS,
         qualname='add_megatron_arguments',
@@ -112,6 +119,9 @@ _DIST_OPT_METHODS = (
     'step_with_ready_grads',
     'zero_grad',
     # checkpoints: the layout guard and the repair of fully_reshardable
+    '_get_model_param_range_map',
+    '_get_main_param_and_optimizer_states',
+    '_set_main_param_and_optimizer_states',
     'state_dict',
     'load_state_dict',
     'sharded_state_dict',
@@ -179,6 +189,12 @@ RELIED_UPON: tuple[Reliance, ...] = (
         module=DIST_OPT,
         names=tuple(f'DistributedOptimizer.{name}' for name in _DIST_OPT_METHODS),
         why='subclassed: layout, shard ranges, checkpoints',
+    ),
+    Reliance(
+        group=CORE,
+        module=SERIALIZATION,
+        names=('load',),
+        why='wrapped: a load that fails because the layouts differ says so',
     ),
     Reliance(
         group=CORE,
