@@ -1,0 +1,1 @@
+"""Strategies for megatron-buffer, written from docs/third_party.md alone."""
