@@ -18,8 +18,6 @@ Stands for upstream's: ``megatron/training/arguments.py: add_megatron_arguments,
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import difflib
 import functools
 import importlib.machinery
 import logging
@@ -27,7 +25,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import (
     ConfigError,
@@ -39,16 +37,14 @@ from megatron_buffer.errors import (
     UnsupportedVersionError,
     guard,
 )
+from megatron_buffer.launch_flags import USAGE, Flags, add_flags, flag_of, parse_command_line
+from megatron_buffer.record_request import check_length, request
 
 if TYPE_CHECKING:
     from megatron_buffer.config import BufferConfig
 
 logger = logging.getLogger('megatron_buffer.launch')
 
-USAGE = (
-    'usage: megatron-buffer run SCRIPT [the flags of SCRIPT] [--use-custom-buffer] '
-    '[--custom-buffer-config CONFIG] [--custom-buffer-compat strict|warn] [--custom-buffer-cpu]'
-)
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
@@ -58,36 +54,6 @@ _SET_IN_BOTH = (
     ('padding.high_busbw', 'ddp_pad_buckets_for_high_nccl_busbw', False),
 )
 """(path in the config, name in Megatron's args, its value when the flag is not given)."""
-
-_OUR_PREFIX = '--custom-buffer'
-_SIMILARITY = 0.85  # the most similar of Megatron's own flags has 0.57
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags:
-    """Our flags; the field names are the names in Megatron's ``args``."""
-
-    use_custom_buffer: bool = False
-    """Replace Megatron-Core's data-parallel buffer by ours."""
-
-    custom_buffer_config: str | None = None
-    """YAML file or name of a shipped config; None means upstream."""
-
-    custom_buffer_compat: str | None = None
-    """What to do about an unknown Megatron-Core source: strict (refuse) or warn; None means strict."""
-
-    custom_buffer_cpu: bool = False
-    """Run on the CPU with gloo."""
-
-    def as_args(self) -> dict[str, str | bool]:
-        """Plain strings and bools, because ``args`` is stored in checkpoints."""
-        return {
-            'use_custom_buffer': self.use_custom_buffer,
-            'custom_buffer_config': self.custom_buffer_config or 'upstream',
-            'custom_buffer_compat': self.custom_buffer_compat or 'strict',
-            'custom_buffer_cpu': self.custom_buffer_cpu,
-        }
-
 
 _launched: Flags | None = None
 """The flags of this process, once :func:`run` has accepted them."""
@@ -116,6 +82,8 @@ def run(argv: list[str]) -> int:
         config = _load_config(flags)
         _prepare_process(script, rest)
         _launched = flags
+        if flags.custom_buffer_record is not None:
+            request(flags.custom_buffer_record, flags.custom_buffer_record_steps)
         _turn_cpu_mode_on(flags)
         if config is not None:
             _install(config, flags)
@@ -133,84 +101,6 @@ def run(argv: list[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILURE
     return 0
-
-
-def parse_command_line(argv: list[str]) -> tuple[Flags, str, list[str]]:
-    """Splits a command line into our flags, the script and the script's own flags.
-
-    Raises:
-        ConfigError: There is no script to run, or one of our flags is misspelt or misused.
-    """
-    if not argv or argv[0].startswith('-'):
-        raise ConfigError(f'the script to run comes first, then its flags\n{USAGE}')
-    script = argv[0]
-    flags, rest = split_flags(argv[1:])
-    if not flags.use_custom_buffer:
-        for flag, value in (
-            ('--custom-buffer-config', flags.custom_buffer_config),
-            ('--custom-buffer-compat', flags.custom_buffer_compat),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f'{flag} {value} has no effect without --use-custom-buffer: add '
-                    '--use-custom-buffer to train through the custom buffer, or leave it out'
-                )
-    if os.path.isdir(script) or not os.path.exists(script):
-        what = 'is a folder, not a file' if os.path.isdir(script) else 'does not exist'
-        raise ConfigError(f'script {script!r} {what} (current folder: {os.getcwd()})')
-    if not os.access(script, os.R_OK):
-        raise ConfigError(f'script {script!r} cannot be read: permission denied')
-    return flags, script, rest
-
-
-def split_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
-    """Takes our flags out of ``arguments``; everything else comes back in its order.
-
-    Raises:
-        ConfigError: One of our flags is misused, or a flag looks like a misspelt one of ours.
-    """
-    parser = _Parser(prog='megatron-buffer run', add_help=False, allow_abbrev=False)
-    add_flags(parser, Flags())
-    known, rest = parser.parse_known_args(arguments)
-    for argument in rest:
-        if argument == '--':
-            break
-        _refuse_misspelling(argument)
-    return (
-        Flags(**{field.name: getattr(known, field.name) for field in dataclasses.fields(Flags)}),
-        rest,
-    )
-
-
-def add_flags(parser: argparse.ArgumentParser, defaults: Flags) -> None:
-    """Adds our flags to a parser, ours or Megatron's."""
-    group = parser.add_argument_group('custom buffer')
-    group.add_argument(
-        '--use-custom-buffer',
-        action='store_true',
-        default=defaults.use_custom_buffer,
-        help='Replace the data-parallel buffer of Megatron-Core by the one of megatron-buffer.',
-    )
-    group.add_argument(
-        '--custom-buffer-config',
-        metavar='CONFIG',
-        default=defaults.custom_buffer_config,
-        help='YAML file, or the name of a config that comes with megatron-buffer '
-        '(default: upstream, which changes nothing but who does the work).',
-    )
-    group.add_argument(
-        '--custom-buffer-compat',
-        choices=('strict', 'warn'),
-        default=defaults.custom_buffer_compat,
-        help='What to do when the source of the installed Megatron-Core is not one that '
-        'megatron-buffer knows: refuse (strict, the default) or only warn.',
-    )
-    group.add_argument(
-        '--custom-buffer-cpu',
-        action='store_true',
-        default=defaults.custom_buffer_cpu,
-        help='Run on the CPU with gloo; refused where a GPU is there.',
-    )
 
 
 def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,9 +155,10 @@ def check_conflicts(config: BufferConfig, args: Any) -> None:
     for name in ('use_megatron_fsdp', 'use_torch_fsdp2'):
         if getattr(args, name, False):
             raise ConflictError(
-                f'{_flag(name)} and --use-custom-buffer cannot be combined: FSDP uses other buffers, '
+                f'{flag_of(name)} and --use-custom-buffer cannot be combined: FSDP uses other buffers, '
                 '--use-custom-buffer has no effect there. Leave one of the two out'
             )
+    check_length(args)
     for path, name, unset in _SET_IN_BOTH:
         wanted, given = _at(config, path), getattr(args, name, unset)
         agree = wanted == given and name != 'ddp_num_buckets'  # a number of buckets is not a size
@@ -275,34 +166,11 @@ def check_conflicts(config: BufferConfig, args: Any) -> None:
             continue
         raise ConflictError(
             f'{path} is {_yaml(wanted)} in {config.source or "the config"}, but the command line says '
-            f'{_flag(name)}{"" if given is True else f" {given}"}: set only one of them (null in the '
+            f'{flag_of(name)}{"" if given is True else f" {given}"}: set only one of them (null in the '
             'config means what the command line says)',
             yaml_path=path,
             source=config.source,
         )
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours instead of a usage text and an exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _refuse_misspelling(argument: str) -> None:
-    """A flag that is nearly one of ours would otherwise be passed on, and ours be missing."""
-    typed = argument.split('=', 1)[0]
-    if not typed.startswith('-') or typed.startswith('---') or len(typed) < 3:
-        return
-    name = '--' + typed.lstrip('-').replace('_', '-').lower()
-    flags = [_flag(field.name) for field in dataclasses.fields(Flags)]
-    close = difflib.get_close_matches(name, flags, n=1, cutoff=_SIMILARITY)
-    if not close and name.startswith((_OUR_PREFIX, '--use-custom-buffer')):
-        raise ConfigError(
-            f'unknown flag {typed}: the flags of megatron-buffer are {", ".join(flags)}'
-        )
-    if close:
-        raise ConfigError(f'unknown flag {typed}: did you mean {close[0]}?')
 
 
 def _load_config(flags: Flags) -> BufferConfig | None:
@@ -383,10 +251,6 @@ def _drop_launcher_frames(error: BaseException | None, path: str) -> None:
 def _fail(error: MegatronBufferError, code: int) -> int:
     sys.stderr.write(f'megatron-buffer: error: {error}\n')
     return code
-
-
-def _flag(name: str) -> str:
-    return '--' + name.replace('_', '-')
 
 
 def _at(config: BufferConfig, path: str) -> Any:

@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_buffer import launch, runtime
+from megatron_buffer import launch, launch_flags, runtime
 from megatron_buffer.config import load_config
 from megatron_buffer.errors import ConfigError, ConflictError
-from megatron_buffer.launch import Flags
+from megatron_buffer.launch_flags import Flags
+from megatron_buffer.profile import load_profile
 from tests.harness import ROOT
 
 OURS = [
@@ -30,6 +31,8 @@ OURS = [
     ('--custom-buffer-compat', 'warn'),
     ('--custom-buffer-compat=warn',),
     ('--custom-buffer-cpu',),
+    ('--custom-buffer-record', 'p.json'),
+    ('--custom-buffer-record-steps=3',),
 ]
 THEIRS = [
     *('--lr', '1e-3', '-1', '-x', '--foo=bar', 'a b', '', '-', 'path/x.py', '--empty=', '-h'),
@@ -86,7 +89,7 @@ def test_flags_are_found_anywhere_and_the_rest_is_kept(
     pieces: list[tuple[str, ...]] = [(argument,) for argument in theirs]
     for flag, position in ours:
         pieces.insert(position % (len(pieces) + 1), flag)
-    flags, rest = launch.split_flags([text for piece in pieces for text in piece])
+    flags, rest = launch_flags.split_flags([text for piece in pieces for text in piece])
     assert rest == theirs
     given_names = {text.split('=')[0] for piece, _ in ours for text in piece[:1]}
     assert flags == Flags(
@@ -94,12 +97,14 @@ def test_flags_are_found_anywhere_and_the_rest_is_kept(
         custom_buffer_config='x.yaml' if '--custom-buffer-config' in given_names else None,
         custom_buffer_compat='warn' if '--custom-buffer-compat' in given_names else None,
         custom_buffer_cpu='--custom-buffer-cpu' in given_names,
+        custom_buffer_record='p.json' if '--custom-buffer-record' in given_names else None,
+        custom_buffer_record_steps=3 if '--custom-buffer-record-steps' in given_names else None,
     )
 
 
 def test_nothing_after_two_dashes_is_ours() -> None:
     arguments = ['--lr', '1', '--', '--use-custom-buffer', '--use-custom-bufer']
-    assert launch.split_flags(arguments) == (Flags(), arguments)
+    assert launch_flags.split_flags(arguments) == (Flags(), arguments)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +120,13 @@ def test_nothing_after_two_dashes_is_ours() -> None:
         ('--custom_buffer_config=x.yaml', '--custom-buffer-config'),
         ('--custom-buffer-compact', '--custom-buffer-compat'),
         ('--Custom-Buffer-CPU', '--custom-buffer-cpu'),
+        ('--custom-buffer-recrod=p.json', '--custom-buffer-record'),
+        ('--custom-buffer-record-step', '--custom-buffer-record-steps'),
     ],
 )
 def test_misspelt_flags(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        launch.split_flags(['--lr', '1', typed, 'x'])
+        launch_flags.split_flags(['--lr', '1', typed, 'x'])
     assert str(caught.value) == f'unknown flag {typed.split("=")[0]}: did you mean {meant}?'
 
 
@@ -137,11 +144,12 @@ def test_misspelt_flags(typed: str, meant: str) -> None:
         ),
         (['--custom-buffer-compat', 'lax'], "invalid choice: 'lax'"),
         (['--use-custom-buffer=true'], "ignored explicit argument 'true'"),
+        (['--custom-buffer-record-steps', 'few'], "invalid int value: 'few'"),
     ],
 )
 def test_misused_flags(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        launch.split_flags(arguments)
+        launch_flags.split_flags(arguments)
     assert message in str(caught.value)
 
 
@@ -151,6 +159,42 @@ def test_config_without_the_switch(flag: str) -> None:
         launch.parse_command_line([__file__, flag])
     launch.parse_command_line([__file__, '--custom-buffer-cpu'])
     launch.parse_command_line([__file__, '--use-custom-buffer', flag])
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--custom-buffer-record', 'p.json'], 'has no effect without --use-custom-buffer'),
+        (
+            ['--use-custom-buffer', '--custom-buffer-record-steps', '3'],
+            'has no effect without --custom-buffer-record',
+        ),
+        (
+            [
+                '--use-custom-buffer',
+                '--custom-buffer-record=p',
+                '--custom-buffer-record-steps',
+                '0',
+            ],
+            'it must be at least 1',
+        ),
+        (['--use-custom-buffer', '--custom-buffer-record='], 'is empty'),
+        (['--use-custom-buffer', '--custom-buffer-record=.'], 'it is a folder'),
+        (['--use-custom-buffer', '--custom-buffer-record=no/p.json'], 'no does not exist'),
+    ],
+)
+def test_a_recording_that_cannot_be_kept(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch_flags.parse_command_line([__file__, *flags])
+
+
+def test_only_the_rank_that_writes_looks_at_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [__file__, '--use-custom-buffer', '--custom-buffer-record=no/p.json']
+    monkeypatch.setenv('RANK', '0')
+    with pytest.raises(ConfigError, match='no does not exist'):
+        launch_flags.parse_command_line(arguments)
+    monkeypatch.setenv('RANK', '1')
+    launch_flags.parse_command_line(arguments)
 
 
 def test_scripts_that_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +376,19 @@ def test_install_comes_before_the_script(tmp_path: Path, without_torch: str) -> 
     assert 'install upstream warn True' in done.stdout
 
 
+def test_the_environment_tells_what_to_record(tmp_path: Path, without_torch: str) -> None:
+    script = make_script(
+        tmp_path,
+        'from megatron_buffer.record_request import requested\nprint("wanted", requested())',
+    )
+    flags = ['--use-custom-buffer', '--custom-buffer-config', 'upstream']
+    record = ['--custom-buffer-record', 'p.json', '--custom-buffer-record-steps', '3']
+    done = run_with_stub(tmp_path, script, *flags, *record, cwd=tmp_path, PYTHONPATH=without_torch)
+    assert f"wanted RecordRequest(path='{tmp_path / 'p.json'}', steps=3)" in done.stdout
+    done = run_with_stub(tmp_path, script, *flags, PYTHONPATH=without_torch)
+    assert 'wanted None' in done.stdout
+
+
 @pytest.mark.parametrize(
     ('effect', 'code', 'message'),
     [
@@ -401,6 +458,8 @@ OUR_ARGS = {
     'custom_buffer_config': 'configs/x.yaml',
     'custom_buffer_compat': 'strict',
     'custom_buffer_cpu': True,
+    'custom_buffer_record': '',
+    'custom_buffer_record_steps': 5,
 }
 
 
@@ -427,7 +486,7 @@ def test_args_of_an_install_from_python(monkeypatch: pytest.MonkeyPatch) -> None
     args = parse_like_megatron([])
     assert args.use_custom_buffer
     assert args.custom_buffer_config == config.source
-    assert all(isinstance(getattr(args, name), str | bool) for name in OUR_ARGS)
+    assert all(isinstance(getattr(args, name), str | int) for name in OUR_ARGS)
     with pytest.raises(ConflictError):
         parse_like_megatron(['--ddp-bucket-size', '7'])
 
@@ -497,6 +556,20 @@ def test_conflicts_name_both_sides(
         check(config, **args)
     for side in both:
         assert side in str(caught.value)
+
+
+@pytest.mark.parametrize('train_iters', [None, 4, 5])
+def test_a_run_that_is_shorter_than_its_recording(
+    monkeypatch: pytest.MonkeyPatch, train_iters: int | None
+) -> None:
+    check({}, train_iters=4)
+    monkeypatch.setenv('MEGATRON_BUFFER_RECORD', 'p.json')
+    monkeypatch.setenv('MEGATRON_BUFFER_RECORD_STEPS', '3')
+    if train_iters == 4:
+        with pytest.raises(ConflictError, match=r'takes 5 iterations .* --train-iters is 4'):
+            check({}, train_iters=train_iters)
+    else:
+        check({}, train_iters=train_iters)
 
 
 def test_missing_args_are_not_set() -> None:
@@ -575,6 +648,26 @@ def test_training_through_the_buffer(tmp_path: Path) -> None:
     (buffer,) = layout['buffers']
     assert buffer['class'].startswith('megatron_buffer.')
     assert len(buffer['buckets']) > 2
+
+
+@pytest.mark.slow
+def test_a_profile_is_recorded_and_used(tmp_path: Path) -> None:
+    (tmp_path / 'x.yaml').write_text(
+        'schema_version: 1\nparam_order: {name: recorded, profile: p.json}\n'
+    )
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
+    record = ['--custom-buffer-record', 'p.json', '--custom-buffer-record-steps', '1']
+    for ours in (record, ['--custom-buffer-config', 'x.yaml']):
+        done = python(
+            *(*torchrun, '-m', 'megatron_buffer', 'run', PRETRAIN, '--use-custom-buffer', *ours),
+            *(*MEGATRON_FLAGS, '--custom-buffer-cpu', '--train-iters', '3'),
+            cwd=tmp_path,
+            timeout_s=200,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (chunk,) = load_profile(str(tmp_path / 'p.json')).chunks.values()
+    assert chunk.agreed
+    assert len({param.grad_arrival for param in chunk.params} - {None}) == len(chunk.params)
 
 
 def test_quickstart_sees_every_kind_of_difference() -> None:

@@ -1,0 +1,180 @@
+"""The launcher's own flags: what they are, and how they are told from the script's.
+
+Imports neither torch nor megatron. Upstream has no counterpart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+from typing import NoReturn
+
+from megatron_buffer.errors import ConfigError
+from megatron_buffer.record_request import DEFAULT_STEPS, WARMUP_STEPS, check_flags
+
+USAGE = (
+    'usage: megatron-buffer run SCRIPT [the flags of SCRIPT] [--use-custom-buffer] '
+    '[--custom-buffer-config CONFIG] [--custom-buffer-compat strict|warn] [--custom-buffer-cpu] '
+    '[--custom-buffer-record PROFILE] [--custom-buffer-record-steps N]'
+)
+
+_OUR_PREFIX = '--custom-buffer'
+_SIMILARITY = 0.85  # the most similar of Megatron's own flags has 0.57
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Our flags; the field names are the names in Megatron's ``args``."""
+
+    use_custom_buffer: bool = False
+    """Replace Megatron-Core's data-parallel buffer by ours."""
+
+    custom_buffer_config: str | None = None
+    """YAML file or name of a shipped config; None means upstream."""
+
+    custom_buffer_compat: str | None = None
+    """What to do about an unknown Megatron-Core source: strict (refuse) or warn; None means strict."""
+
+    custom_buffer_cpu: bool = False
+    """Run on the CPU with gloo."""
+
+    custom_buffer_record: str | None = None
+    """Profile to write, for ``param_order: recorded``; None records nothing."""
+
+    custom_buffer_record_steps: int | None = None
+    """Iterations to record."""
+
+    def as_args(self) -> dict[str, str | int]:
+        """Plain strings, numbers and bools, because ``args`` is stored in checkpoints."""
+        return {
+            'use_custom_buffer': self.use_custom_buffer,
+            'custom_buffer_config': self.custom_buffer_config or 'upstream',
+            'custom_buffer_compat': self.custom_buffer_compat or 'strict',
+            'custom_buffer_cpu': self.custom_buffer_cpu,
+            'custom_buffer_record': self.custom_buffer_record or '',
+            'custom_buffer_record_steps': self.custom_buffer_record_steps or DEFAULT_STEPS,
+        }
+
+
+def parse_command_line(argv: list[str]) -> tuple[Flags, str, list[str]]:
+    """Splits a command line into our flags, the script and the script's own flags.
+
+    Raises:
+        ConfigError: There is no script to run, or one of our flags is misspelt or misused.
+    """
+    if not argv or argv[0].startswith('-'):
+        raise ConfigError(f'the script to run comes first, then its flags\n{USAGE}')
+    script = argv[0]
+    flags, rest = split_flags(argv[1:])
+    if not flags.use_custom_buffer:
+        for flag, value in (
+            ('--custom-buffer-config', flags.custom_buffer_config),
+            ('--custom-buffer-compat', flags.custom_buffer_compat),
+            ('--custom-buffer-record', flags.custom_buffer_record),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f'{flag} {value} has no effect without --use-custom-buffer: add '
+                    '--use-custom-buffer to train through the custom buffer, or leave it out'
+                )
+    check_flags(flags.custom_buffer_record, flags.custom_buffer_record_steps)
+    if os.path.isdir(script) or not os.path.exists(script):
+        what = 'is a folder, not a file' if os.path.isdir(script) else 'does not exist'
+        raise ConfigError(f'script {script!r} {what} (current folder: {os.getcwd()})')
+    if not os.access(script, os.R_OK):
+        raise ConfigError(f'script {script!r} cannot be read: permission denied')
+    return flags, script, rest
+
+
+def split_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
+    """Takes our flags out of ``arguments``; everything else comes back in its order.
+
+    Raises:
+        ConfigError: One of our flags is misused, or a flag looks like a misspelt one of ours.
+    """
+    parser = _Parser(prog='megatron-buffer run', add_help=False, allow_abbrev=False)
+    add_flags(parser, Flags())
+    known, rest = parser.parse_known_args(arguments)
+    for argument in rest:
+        if argument == '--':
+            break
+        _refuse_misspelling(argument)
+    return (
+        Flags(**{field.name: getattr(known, field.name) for field in dataclasses.fields(Flags)}),
+        rest,
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser, defaults: Flags) -> None:
+    """Adds our flags to a parser, ours or Megatron's."""
+    group = parser.add_argument_group('custom buffer')
+    group.add_argument(
+        '--use-custom-buffer',
+        action='store_true',
+        default=defaults.use_custom_buffer,
+        help='Replace the data-parallel buffer of Megatron-Core by the one of megatron-buffer.',
+    )
+    group.add_argument(
+        '--custom-buffer-config',
+        metavar='CONFIG',
+        default=defaults.custom_buffer_config,
+        help='YAML file, or the name of a config that comes with megatron-buffer '
+        '(default: upstream, which changes nothing but who does the work).',
+    )
+    group.add_argument(
+        '--custom-buffer-compat',
+        choices=('strict', 'warn'),
+        default=defaults.custom_buffer_compat,
+        help='What to do when the source of the installed Megatron-Core is not one that '
+        'megatron-buffer knows: refuse (strict, the default) or only warn.',
+    )
+    group.add_argument(
+        '--custom-buffer-cpu',
+        action='store_true',
+        default=defaults.custom_buffer_cpu,
+        help='Run on the CPU with gloo; refused where a GPU is there.',
+    )
+    group.add_argument(
+        '--custom-buffer-record',
+        metavar='PROFILE',
+        default=defaults.custom_buffer_record,
+        help='Record in which order gradients arrive and parameters are read, and write it to this '
+        'file, for "param_order: {name: recorded, profile: PROFILE}" in later runs.',
+    )
+    group.add_argument(
+        '--custom-buffer-record-steps',
+        metavar='N',
+        type=int,
+        default=defaults.custom_buffer_record_steps,
+        help=f'Iterations to record (default: {DEFAULT_STEPS}), after {WARMUP_STEPS} that are not.',
+    )
+
+
+def flag_of(name: str) -> str:
+    """The flag that fills a field of Megatron's ``args``."""
+    return '--' + name.replace('_', '-')
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours instead of a usage text and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _refuse_misspelling(argument: str) -> None:
+    """A flag that is nearly one of ours would otherwise be passed on, and ours be missing."""
+    typed = argument.split('=', 1)[0]
+    if not typed.startswith('-') or typed.startswith('---') or len(typed) < 3:
+        return
+    name = '--' + typed.lstrip('-').replace('_', '-').lower()
+    flags = [flag_of(field.name) for field in dataclasses.fields(Flags)]
+    close = difflib.get_close_matches(name, flags, n=1, cutoff=_SIMILARITY)
+    if not close and name.startswith((_OUR_PREFIX, '--use-custom-buffer')):
+        raise ConfigError(
+            f'unknown flag {typed}: the flags of megatron-buffer are {", ".join(flags)}'
+        )
+    if close:
+        raise ConfigError(f'unknown flag {typed}: did you mean {close[0]}?')
