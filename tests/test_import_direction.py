@@ -21,27 +21,53 @@ PACKAGE = 'megatron_buffer'
 # From the bottom up. A module imports from lower layers only, or from its own pattern (a family of
 # modules that share one responsibility).
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ('liveness',),
     ('errors',),
     ('config*',),
+    ('profile', 'record_request'),
     ('strategies*',),
-    ('layout', 'bucket_size'),
+    ('layout*', 'bucket_size'),
     ('runtime',),
-    ('param_layout', 'collectives', 'agreement'),
-    ('buffer',),
+    (
+        'param_layout',
+        'collectives*',
+        'agreement',
+        'grad_values',
+        'window',
+        'prediction',
+        'gather_guard',
+    ),
+    ('buffer', 'recording*', 'gather_chain', 'checkpoint*', 'param_checks'),
     ('bucket_groups',),
-    ('optimizer',),
-    ('ddp', 'finalize'),
+    ('optimizer', 'wrap_checks', 'chunk_window'),
+    ('ddp', 'finalize*'),
     ('cpu*',),
-    ('patching*',),
+    ('patching*', 'planner*'),
     ('launch*',),
     ('cli*',),
     ('__main__',),
+    ('testing*',),
 )
 # Importable without torch and Megatron.
-LIGHT = ('', 'errors', 'config*', 'cli*', '__main__', 'bucket_size')
+LIGHT = (
+    '',
+    'liveness',
+    'errors',
+    'config*',
+    'cli*',
+    '__main__',
+    'bucket_size',
+    'profile',
+    'record_request',
+    'planner',
+    'planner.architecture',
+    'planner.command',
+    'planner.fold',
+    'planner.job',
+)
 
-# `setattr` on something that is no module: an argparse namespace.
-SETATTR_ON_OBJECTS = {('launch', 'namespace')}
+# `setattr` on something that is no module: an argparse namespace, what a rank left behind.
+SETATTR_ON_OBJECTS = {('launch', 'namespace'), ('testing.harness', 'outcome')}
 # Writes into modules: CPU mode, patching, and the names that a constructor sees for its own duration.
 WRITERS = ('patching*', 'cpu*', 'ddp')
 # Upstream's process-wide choice of a collective, put back as it was found.

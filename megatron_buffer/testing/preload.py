@@ -1,9 +1,11 @@
-"""What the fork server of `tests.harness` imports once, so that every rank starts with it loaded.
+"""What the harness's fork server imports once, so that every rank starts with it loaded.
 
-Nothing here may start a thread, open a socket or run a backward pass: the ranks are forks of this process.
+For :mod:`megatron_buffer.testing.harness`. Nothing here may start a thread, open a socket or run a backward pass: the ranks are forks of this process.
 """
 
+import contextlib
 import gc
+import importlib
 import logging
 import traceback
 import warnings
@@ -26,15 +28,18 @@ def _load() -> None:
     cpu.after_import()
     # Importing megatron.training set the root logger to INFO; Megatron's listings would bury a report.
     logging.getLogger('megatron').setLevel(logging.ERROR)
-    # Test modules import these; better once here than once in every rank.
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
+    # Test modules import these, where they are installed; better once here than once in every rank.
+    for name in ('hypothesis', 'pytest'):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def check() -> None:
     """Raise what went wrong while the fork server loaded this module, if anything did."""
     if _failure is not None:
-        raise RuntimeError(f'tests.preload failed in the fork server:\n{_failure}')
+        raise RuntimeError(
+            f'megatron_buffer.testing.preload failed in the fork server:\n{_failure}'
+        )
 
 
 # An exception must not end the server: the ranks report it, with its traceback, through check().

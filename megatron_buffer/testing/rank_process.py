@@ -1,6 +1,6 @@
-"""The inside of a rank's process, for `tests.harness`: run the function, leave its result or its error.
+"""The inside of a rank's process: run the function, leave its result or its error.
 
-A rank leaves files in the folder of its case: `result.N` or `error.N` when it has ended, `output.N` with
+For :mod:`megatron_buffer.testing.harness`. A rank leaves files in the folder of its case: `result.N` or `error.N` when it has ended, `output.N` with
 what it printed, `stack.N` with its stacks if the harness asked for them.
 """
 
@@ -42,7 +42,7 @@ def run_rank(settings: Settings, payload: bytes, rank: int) -> None:
     os.dup2(output, 2)
     stack = os.open(folder / f'stack.{rank}', os.O_WRONLY | os.O_CREAT, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.enable(file=2)
     try:
         _set_environment(settings, rank)
         result = _call(settings, payload, rank)
@@ -64,7 +64,7 @@ def _die_with_the_tests() -> None:
     The server ends when the last holder of its "alive" pipe is gone; each rank gets a copy of that pipe,
     for starting processes of its own, and would so keep the server, and itself, alive for ever.
     """
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -82,7 +82,7 @@ def _set_environment(settings: Settings, rank: int) -> None:
 
 
 def _call(settings: Settings, payload: bytes, rank: int) -> Any:
-    from tests import preload
+    from megatron_buffer.testing import preload
 
     preload.check()
     fn, args, kwargs = unpack(payload)

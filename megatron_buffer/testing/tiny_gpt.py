@@ -1,0 +1,239 @@
+"""A tiny GPT on the real megatron.core: one training run as stock or as ours, and an independent oracle.
+
+    def parity(rank, world_size, case):
+        return compare(train(case), train(case, 'upstream'))
+
+    assert run_ranks(parity, 2, TrainCase(dist_opt=True)) == [[], []]
+
+Runs in a rank of `megatron_buffer.testing.harness` (CPU mode on, torch.distributed initialized). Names that
+`install()` rebinds are looked up when `train` runs, never bound at import.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_buffer
+from megatron_buffer.testing.choice import Choice
+from megatron_buffer.testing.oracle import OracleResult, oracle
+from megatron_buffer.testing.tiny_model import (
+    BETAS,
+    DTYPES,
+    EPS,
+    LR,
+    MOMENTUM,
+    SAMPLES,
+    SEQUENCE,
+    WEIGHT_DECAY,
+    TrainCase,
+    batch,
+    build_model,
+    call_model,
+    init_parallel,
+    seed_everything,
+)
+from megatron_buffer.testing.tiny_results import (
+    compare,
+    copied,
+    flat_tensors,
+    layout,
+    named_params,
+    optimizer_state,
+    owned_grads,
+    same_bits,
+    whole_grads,
+)
+
+__all__ = [
+    'OracleResult',
+    'TrainCase',
+    'compare',
+    'flat_tensors',
+    'init_parallel',
+    'oracle',
+    'run_backward',
+    'same_bits',
+    'seed_everything',
+    'train',
+    'train_in_scope',
+    'wrap',
+]
+
+
+def train(case: TrainCase, arm: Any = 'stock', *, whole_grads: bool = False) -> dict[str, Any]:
+    """Train and return this rank's view of the result.
+
+    Args:
+        case: What to train.
+        arm: `'stock'`, a config for `megatron_buffer.activated`, or a `Choice` of the conformance kit.
+        whole_grads: Also return `whole_grads`: of each step every main_grad as a whole, flat in fp32.
+
+    Returns:
+        `losses`, `grad_norms` (lists of floats), `params`, `grads` (the owned part of each main_grad just
+        before the last optimizer step), `state` (optimizer state, and the fp32 master where there is one),
+        `grad_ranges` (which part of the flat gradient is owned), `layout` (the buckets of each buffer).
+        All tensors are copies; names are those of the bare model, `<chunk>:` first where there are several.
+    """
+    from megatron.core import parallel_state
+
+    with contextlib.ExitStack() as scopes:
+        if isinstance(arm, Choice):
+            scopes.enter_context(arm.installed())
+        elif arm != 'stock':
+            scopes.enter_context(megatron_buffer.activated(arm))
+        init_parallel(case)
+        result = train_in_scope(case, whole_grads)
+        gc.collect()  # activated() refuses to end while a model of ours lives
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def train_in_scope(case: TrainCase, whole: bool) -> dict[str, Any]:
+    """The training of `train`, under whatever is installed, with the groups and seeds that are there."""
+    run = wrap(case)
+    losses, grad_norms, wholes = [], [], []
+    for step in range(case.steps):
+        losses.append(run_backward(case, run, step))
+        grads, grad_ranges = owned_grads(run.chunks)
+        if whole:
+            wholes.append(whole_grads(run.chunks))
+        _, norm, _ = run.optimizer.step()
+        grad_norms.append(float('nan') if norm is None else float(norm))
+    if case.overlap_param_gather:
+        # The gather of the last step is started by the next forward, which does not come.
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
+    return {
+        'losses': losses,
+        'grad_norms': grad_norms,
+        'params': {name: copied(param) for name, param in named_params(run.chunks)},
+        'grads': grads,
+        'grad_ranges': grad_ranges,
+        'state': optimizer_state(run),
+        'layout': layout(run.chunks),
+        **({'whole_grads': wholes} if whole else {}),
+    }
+
+
+def wrap(case: TrainCase) -> SimpleNamespace:
+    """Build the model chunks, wrap them in the DDP of the moment, and make the optimizer."""
+    from megatron.core import distributed
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.utils import get_model_config
+
+    ddp_config = distributed.DistributedDataParallelConfig(
+        use_distributed_optimizer=case.dist_opt,
+        num_distributed_optimizer_instances=case.instances,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_param_gather=case.overlap_param_gather,
+        grad_reduce_in_fp32=case.grad_reduce_in_fp32,
+        average_in_collective=case.average_in_collective,
+        reduce_scatter_with_fp32_accumulation=case.rs_fp32_accum,
+        check_for_nan_in_grad=case.check_for_nan,
+        bucket_size=case.bucket_size,
+        pad_buckets_for_high_nccl_busbw=case.high_busbw,
+    )
+    chunks = []
+    # One by one, unlike get_model: a constructor that waits for another pipeline stage would hang here,
+    # since stages meet while they build the next chunk's embedding.
+    for i in range(case.vpp or 1):
+        model = build_model(case, i if case.vpp else None)
+        config: Any = model.config
+        if case.dtype != 'fp32':
+            model = Float16Module(config, model)
+        chunks.append(
+            distributed.DistributedDataParallel(
+                config, ddp_config, model, disable_bucketing=(i > 0)
+            )
+        )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=case.optimizer,
+            lr=LR,
+            min_lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_eps=EPS,
+            sgd_momentum=MOMENTUM,
+            clip_grad=case.clip,
+            bf16=case.dtype == 'bf16',
+            fp16=case.dtype == 'fp16',
+            params_dtype=DTYPES[case.dtype],
+            use_distributed_optimizer=case.dist_opt,
+            overlap_param_gather=case.overlap_param_gather,
+        ),
+        chunks,
+    )
+    # What Megatron's scheduler does at every step; the learning rate stays as it is.
+    for group in optimizer.param_groups:
+        group['weight_decay'] = WEIGHT_DECAY * group['wd_mult']
+    aligned = case.align and case.pp > 1
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = distributed.finalize_model_grads
+        if case.overlap_grad_reduce:
+            config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
+            if aligned:
+                config.grad_sync_func = _one_or_all([c.start_grad_sync for c in chunks])
+        if case.overlap_param_gather and aligned:
+            config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
+    return SimpleNamespace(chunks=chunks, optimizer=optimizer)
+
+
+def run_backward(case: TrainCase, run: SimpleNamespace, step: int) -> float:
+    """Zero the gradients and run all micro-batches of a step; return the mean loss (NaN off the last stage)."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    dp_rank = parallel_state.get_data_parallel_rank()
+
+    def batches() -> Iterator[tuple[torch.Tensor, ...]]:
+        return (batch(case, step, m, dp_rank) for m in range(case.micro_batches))
+
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[batches() for _ in run.chunks] if case.vpp else batches(),
+        model=_one_or_all(run.chunks),
+        num_microbatches=case.micro_batches,
+        seq_length=SEQUENCE,
+        micro_batch_size=SAMPLES,
+        forward_only=False,
+    )
+    if not reports:
+        return float('nan')
+    mean = torch.stack([r['loss'].float() for r in reports]).mean()
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    return mean.item() / parallel_state.get_data_parallel_world_size()
+
+
+def _forward_step(
+    batches: Iterator[tuple[torch.Tensor, ...]], model: torch.nn.Module, **_: Any
+) -> Any:
+    """One micro-batch, in the shape that Megatron's schedules expect."""
+    from megatron.core.utils import get_model_config
+
+    tokens, labels, counted = next(batches)
+    per_token = get_model_config(model).calculate_per_token_loss
+
+    def loss(output: torch.Tensor) -> Any:
+        total = (output.float() * counted).sum()
+        count = counted.sum()
+        report = {'loss': (total / count).detach().clone()}
+        return (total, count.int(), report) if per_token else (total / count, report)
+
+    return call_model(model, tokens, labels), loss
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items if len(items) > 1 else items[0]

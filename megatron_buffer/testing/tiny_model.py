@@ -1,0 +1,173 @@
+"""The tiny GPT of the tests: what a case is made of, the model, its data. Real megatron.core, no wrapper."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+VOCAB, SEQUENCE, SAMPLES = 128, 16, 2
+LR, WEIGHT_DECAY, BETAS, MOMENTUM = 1e-2, 0.01, (0.9, 0.999), 0.9
+# Some gradients are zero but for rounding (the key biases): a smaller epsilon would make steps of that.
+EPS = 1e-5
+DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """What a run is made of; the names are Megatron's where it has one."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 0
+    ep: int = 1
+    moe: bool = False
+    sp: bool = False
+    dist_opt: bool = False
+    instances: int = 1
+    """num_distributed_optimizer_instances"""
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align: bool = True
+    """With pipeline stages: let the schedule start grad reduce and param gather (align_grad_reduce, ...)."""
+    dtype: str = 'fp32'
+    grad_reduce_in_fp32: bool = True
+    average_in_collective: bool = False
+    per_token_loss: bool = False
+    rs_fp32_accum: bool = False
+    """reduce_scatter_with_fp32_accumulation"""
+    check_for_nan: bool = False
+    bucket_size: int | None = 5000
+    high_busbw: bool = False
+    """pad_buckets_for_high_nccl_busbw"""
+    optimizer: str = 'adam'
+    clip: float = 1.0
+    tied: bool = True
+    layers: int = 2
+    hidden: int = 32
+    steps: int = 6
+    micro_batches: int = 3
+    seed: int = 123
+
+    def __str__(self) -> str:
+        """The fields that differ from the default: a name for a test."""
+        default = type(self)()
+        changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return '-'.join(k if v is True else f'{k}={v}' for k, v in changed.items()) or 'default'
+
+
+def build_model(
+    case: TrainCase, vp_stage: int | None = None, *, whole: bool = False
+) -> torch.nn.Module:
+    """Build the GPT, or this rank's stage of it.
+
+    Args:
+        case: The sizes and the parallelism.
+        vp_stage: The virtual stage, with vpp.
+        whole: All layers in one process, whatever the pipeline.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if case.moe:
+        moe = {
+            'num_moe_experts': 4,
+            'moe_router_topk': 2,
+            'moe_token_dispatcher_type': 'alltoall',
+            'moe_router_load_balancing_type': 'aux_loss',
+            'moe_aux_loss_coeff': 1e-2,
+            'expert_model_parallel_size': case.ep,
+            'add_bias_linear': False,
+        }
+    dtype = DTYPES[case.dtype]
+    config = TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        ffn_hidden_size=2 * case.hidden,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=case.dtype == 'bf16',
+        fp16=case.dtype == 'fp16',
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.sp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp or None,
+        # On gloo the interleaved schedule mixes up batched messages.
+        overlap_p2p_comm=bool(case.vpp),
+        batch_p2p_comm=not case.vpp,
+        calculate_per_token_loss=case.per_token_loss,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        **moe,
+    )
+    if case.moe:
+        spec: Any = specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, vp_stage=vp_stage
+        )
+    else:
+        spec = specs.get_gpt_layer_local_spec()
+    stage = {'ignore_virtual': False, 'vp_stage': vp_stage}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=whole or parallel_state.is_pipeline_first_stage(**stage),
+        post_process=whole or parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type='learned_absolute',
+        vp_stage=vp_stage,
+    )
+    for param in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    return model
+
+
+def batch(case: TrainCase, step: int, micro_batch: int, dp_rank: int) -> tuple[torch.Tensor, ...]:
+    """Return tokens, labels and loss mask of one micro-batch: arithmetic sequences, all different."""
+    g = torch.Generator().manual_seed(
+        ((case.seed * 1000 + step) * 100 + micro_batch) * 1000 + dp_rank
+    )
+    first = torch.randint(0, VOCAB, (SAMPLES, 1), generator=g)
+    stride = torch.randint(1, 4, (SAMPLES, 1), generator=g)
+    text = (first + stride * torch.arange(SEQUENCE + 1)) % VOCAB
+    # Unequal numbers of counted tokens tell a mean per token from a mean of means.
+    counted = (torch.rand(SAMPLES, SEQUENCE, generator=g) < 0.7).float()
+    counted[:, 0] = 1
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous(), counted
+
+
+def call_model(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of every token."""
+    future = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    return model(tokens, torch.arange(SEQUENCE).expand_as(tokens), future, labels=labels)
+
+
+def init_parallel(case: TrainCase) -> None:
+    """Make Megatron's groups for a case and seed everything."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        case.tp,
+        case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp or None,
+        expert_model_parallel_size=case.ep,
+        num_distributed_optimizer_instances=case.instances,
+    )
+    seed_everything(case)
+
+
+def seed_everything(case: TrainCase) -> None:
+    """The same weights for the next model as for any other one of this case; needs the groups."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
