@@ -77,6 +77,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         self.grad_reduce_dispatched = False
         self.late_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.late_params: dict[torch.nn.Parameter, None] = {}
+        self.reduces_once = False
         self.params_stale = False
         self.warned_of_export = False
         self._judged = False
@@ -163,7 +164,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        if self.ddp_config.overlap_grad_reduce and self.grad_reduce_dispatched:
+        on_its_own = self.dispatcher is None  # otherwise its chunk was judged as a whole
+        if on_its_own and self.ddp_config.overlap_grad_reduce and self.grad_reduce_dispatched:
             self._judge_alone()
         self.readiness.reset(finished=self.grad_reduce_finished)
         self.is_last_microbatch = True
@@ -254,8 +256,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
                     in_buffer.copy_(param.main_grad)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Waits for the reduction; starts it here if nobody has. Once in a window: stock without overlap
-        scales and reduces again when called again.
+        """Waits for the reduction; starts it here if nobody has. For a chunk that is finished as a whole
+        once in a window: stock without overlap scales and reduces again what was reduced.
 
         Upstream: ``_ParamAndGradBucketGroup.finish_grad_sync``.
 
@@ -263,11 +265,15 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             ReadinessError: If gradients are missing where stock would assert, by name.
         """
         if not self.ddp_config.overlap_grad_reduce:
-            if self.grad_reduce_dispatched:
+            if self.grad_reduce_dispatched and self.reduces_once:
                 self.param_gather_dispatched = False
                 return
+            self.grad_reduce_dispatched = (
+                False  # called on the group itself, it reduces as stock does
+            )
         elif not self.grad_reduce_finished:
-            self._judge_alone()
+            if not self.grad_reduce_dispatched and not self.reduces_once:
+                self._judge_alone()
             self.start_unless_started(force_all_reduce)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
         self.grad_reduce_finished = True
@@ -306,12 +312,12 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         return any(s.untyped_storage().size() > 0 and bool(s.any()) for s in storages)
 
     def _judge_alone(self) -> None:
-        """Lets the unused_params strategy judge this group, where no DDP judges its chunk as a whole."""
-        if self.dispatcher is not None or self._judged:
+        """Lets the unused_params strategy judge this group, where its chunk is not judged as a whole."""
+        if self._judged:
             return
-        self._judged = True
         if self.irregular:
             self.runtime.unused_params.check([GroupWindow(self)])
+        self._judged = True
 
     @property
     def irregular(self) -> bool:
