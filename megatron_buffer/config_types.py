@@ -50,11 +50,12 @@ class ChecksConfig:
     """After the reduction, look for NaN and Inf in the gradients that this rank owns, and name the
     parameters; one pass over them, and the host waits. Before the reduction
     ddp_config.check_for_nan_in_grad does the same."""
-    stale_read: Literal['ignore', 'error', 'wait', 'learn'] = 'ignore'
+    stale_read: Literal['ignore', 'warn', 'error', 'wait', 'learn'] = 'warn'
     """With overlap_param_gather, a weight that is read in forward before its gather has finished, such as
     a tied weight read by another module: error names it; wait waits for it first, which is always right;
     both look at every torch function of the forward pass. learn waits too, but looks in the first three
-    steps only, and lets the modules that it found reading wait from then on."""
+    steps only, and lets the modules that it found reading wait from then on; warn names it in these
+    steps, once, and changes nothing."""
     export: Literal['warn', 'error', 'gather'] = 'warn'
     """With overlap_param_gather, a state_dict() while a gather was not started yet would hold last step's
     weights: warn or stop, by name, or gather first (then every rank of the data-parallel group must call
@@ -62,8 +63,9 @@ class ChecksConfig:
     aliased_params: Literal['warn', 'error', 'tie'] = 'warn'
     """Parameters that share storage before wrapping, which the buffer would silently untie: warn or stop,
     with both names; tie makes two that are the same tensor one parameter."""
-    replaced_param_data: bool = False
-    """In each step, look whether code has replaced param.data, so that it lies outside the buffer."""
+    replaced_param_data: Literal['ignore', 'warn', 'error'] = 'warn'
+    """In each step, look whether code has replaced param.data, so that it lies outside the buffer and the
+    distributed optimizer no longer reaches it: warn once, or stop, by name; a comparison of addresses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

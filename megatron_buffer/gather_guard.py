@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 from megatron_buffer.errors import StaleReadError
@@ -68,12 +69,13 @@ class StaleReads(TorchFunctionMode):
     Args:
         ddp: The wrapped chunk.
         policy: ``error`` names the parameter and the place; ``wait`` waits for the gather first; ``learn``
-            does so in the first passes that find something not gathered, and from then on the module
-            that read it waits by a forward pre-hook of its own.
+            does so in the first passes that could find something, and from then on the module that read
+            it waits by a forward pre-hook of its own; ``warn`` names it in these first passes, once per
+            bucket group, and leaves the values as they are.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, policy: Literal['error', 'wait', 'learn']
+        self, ddp: DistributedDataParallel, policy: Literal['warn', 'error', 'wait', 'learn']
     ) -> None:
         super().__init__()
         self._ddp = weakref.ref(ddp)
@@ -82,7 +84,10 @@ class StaleReads(TorchFunctionMode):
         self._all_groups = ddp._all_groups()
         self._modules = weakref.WeakSet(ddp.module.modules())
         self._learned: set[tuple[int, int]] = set()
-        self._passes_left = _LEARNING_PASSES
+        self._warned: set[int] = set()
+        # Compiled code would be compiled again for the passes that are watched, and again after them.
+        compiled = policy in ('warn', 'learn') and any(map(_is_compiled, self._modules))
+        self._passes_left = 0 if compiled else _LEARNING_PASSES
         self._entered = False
 
     def begin_forward(self, *unused: Any) -> None:
@@ -96,13 +101,17 @@ class StaleReads(TorchFunctionMode):
         if self._entered:
             self._entered = False
             self.__exit__(None, None, None)
-            self._passes_left -= self._policy == 'learn'
+            self._passes_left -= self._policy in ('warn', 'learn')
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Checks the arguments, then calls the function."""
         kwargs = kwargs or {}
+        if (
+            torch.compiler.is_compiling()
+        ):  # while tracing: what is true now says nothing of later calls
+            return func(*args, **kwargs)
         for param in _parameters(args, kwargs):
             group = self._groups.get(param)
             if group is not None and group.awaits_gather and _reads(func):
@@ -110,14 +119,20 @@ class StaleReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _found(self, param: Any, group: ParamAndGradBucketGroup, func: Any) -> None:
-        if self._policy == 'error':
-            name = group.names([param])[0]
-            raise StaleReadError(
-                f'{name} is read by {getattr(func, "__name__", func)} at {_place()} before the gather of '
-                "its bucket group has finished, so it still holds last step's values on other ranks' "
-                'shards. Read it in the forward of the module that owns it, set checks.stale_read: wait, '
-                'or turn overlap_param_gather off'
+        if self._policy == 'warn' and id(group) in self._warned:
+            return
+        if self._policy in ('warn', 'error'):
+            message = (
+                f'{group.names([param])[0]} is read by {getattr(func, "__name__", func)} at {_place()} '
+                "before the gather of its bucket group has finished, so it still holds last step's values "
+                "on other ranks' shards. Read it in the forward of the module that owns it, set "
+                'checks.stale_read: learn (or wait), or turn overlap_param_gather off'
             )
+            if self._policy == 'error':
+                raise StaleReadError(message)
+            self._warned.add(id(group))
+            logger.warning('%s', message)
+            return
         self._wait(group)
         reader = self._reader() if self._policy == 'learn' else None
         if reader is not None and (id(reader), id(group)) not in self._learned:
@@ -152,49 +167,16 @@ class StaleReads(TorchFunctionMode):
         return None
 
 
-class FrozenReads:
-    """Lets parameters be frozen after wrapping: upstream's forward pre-hook asserts that none are.
-
-    Before each forward pass they are taken out of the map that the pre-hooks look at, and their groups are
-    waited for here; they come back when they are unfrozen.
-
-    Args:
-        ddp: The wrapped chunk.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._groups = ddp.param_to_bucket_group
-        self._params = list(self._groups)
-        self._parked: dict[Any, ParamAndGradBucketGroup] = {}
-
-    def begin_forward(self, *unused: Any) -> None:
-        """Parks what is frozen now, brings back what is not any more."""
-        for param in self._params:
-            if param.requires_grad == (param in self._parked):
-                if param.requires_grad:
-                    self._groups[param] = self._parked.pop(param)
-                else:
-                    self._parked[param] = self._groups.pop(param)
-        ddp = self._ddp()
-        if ddp is not None and ddp.remove_forward_pre_hook_handles:
-            for group in {id(group): group for group in self._parked.values()}.values():
-                if group.awaits_gather:
-                    wait_for_gather(ddp, group)
-
-
 def wait_for_gather(ddp: DistributedDataParallel, group: ParamAndGradBucketGroup) -> None:
     """Waits for a group's gather as upstream's forward pre-hook does."""
-    skip = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
     with torch.no_grad():
-        group.finish_param_sync(skip_next_bucket_dispatch=skip)
+        group.finish_param_sync(skip_next_bucket_dispatch=ddp.skips_next_gather)
 
 
 def watch_reads(ddp: DistributedDataParallel) -> None:
     """Installs what ``checks.stale_read`` and ``checks.export`` ask for; nothing without the overlap."""
     if not (ddp.ddp_config.overlap_param_gather and ddp.ddp_config.use_distributed_optimizer):
         return
-    ddp.register_forward_pre_hook(FrozenReads(ddp).begin_forward)
     checks = ddp.runtime.config.checks
     if checks.stale_read != 'ignore':
         mode = StaleReads(ddp, checks.stale_read)
@@ -234,6 +216,10 @@ def _settle_for_export(ddp: DistributedDataParallel, module: torch.nn.Module) ->
         if not group.warned_of_export:
             group.warned_of_export = True
             logger.warning('%s', message)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
 
 
 def _reads(func: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megatron_buffer.errors import ParamStorageError, ReadinessError
-from megatron_buffer.param_layout import uses_quantized_storage
+from megatron_buffer.param_layout import has_own_address
 
 logger = logging.getLogger(__name__)
 
@@ -111,30 +111,71 @@ def _tie(module: torch.nn.Module, pair: Shared) -> bool:
     return True
 
 
-def check_param_data(buffers: Iterable[Any]) -> None:
+class ParamData:
     """Looks whether every parameter still lies where its buffer put it.
 
     Args:
-        buffers: Our buffers; those without ``param_data`` are skipped, and so are quantized parameters,
+        policy: ``checks.replaced_param_data``.
+        buffers: Our buffers; those without ``param_data`` are left out, and so are quantized parameters,
             whose tensors are not views of it.
-
-    Raises:
-        ParamStorageError: Naming the parameters whose ``data`` was replaced.
     """
-    moved: list[str] = []
-    for buffer in buffers:
-        if buffer.param_data is None or buffer.param_dtype == torch.uint8:
-            continue
-        base, size = buffer.param_data.data_ptr(), buffer.param_data.element_size()
-        for param, (start, _, _) in buffer.param_index_map.items():
-            if param.data_ptr() != base + start * size and not uses_quantized_storage(param):
-                moved.append(buffer.param_to_name[param])
-    if moved:
-        raise ParamStorageError(
+
+    def __init__(self, policy: Literal['ignore', 'warn', 'error'], buffers: Iterable[Any]) -> None:
+        self._policy = policy
+        self._places = [
+            _Places(buffer)
+            for buffer in (buffers if policy != 'ignore' else ())
+            if buffer.param_data is not None and buffer.param_dtype != torch.uint8
+        ]
+
+    def check(self) -> None:
+        """Compares addresses, until it has warned.
+
+        Raises:
+            ParamStorageError: Naming the parameters whose ``data`` was replaced.
+        """
+        moved = [name for places in self._places for name in places.left()]
+        if not moved:
+            return
+        message = (
             f'the data of {len(moved)} parameters was replaced after wrapping and lies outside the buffer, '
             f'so the optimizer no longer reaches it: {", ".join(moved[:8])}. Write into it in place '
             '(param.data.copy_()), or wrap the model after the change'
         )
+        if self._policy == 'error':
+            raise ParamStorageError(message)
+        self._places = []
+        logger.warning('%s', message)
+
+
+class _Places:
+    """Where the parameters of one buffer lie, relative to its start, which moves when it is offloaded."""
+
+    def __init__(self, buffer: Any) -> None:
+        size = buffer.param_data.element_size()
+        self._buffer = buffer
+        self._base = 0
+        self._params: list[torch.Tensor] = []
+        self._offsets: list[int] = []
+        self._expected: list[int] = []
+        for param, (start, _, _) in buffer.param_index_map.items():
+            if has_own_address(param):
+                self._params.append(param)
+                self._offsets.append(start * size)
+
+    def left(self) -> list[str]:
+        """Names of the parameters that are elsewhere."""
+        base = self._buffer.param_data.data_ptr()
+        if base == 0:  # offloaded
+            return []
+        if base != self._base:
+            self._base, self._expected = base, [base + offset for offset in self._offsets]
+        addresses = list(map(torch.Tensor.data_ptr, self._params))
+        if addresses == self._expected:
+            return []
+        triples = zip(self._params, addresses, self._expected, strict=True)
+        names = self._buffer.param_to_name
+        return [names[param] for param, address, expected in triples if address != expected]
 
 
 class FrozenParams:
@@ -173,7 +214,7 @@ class FrozenParams:
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, param in module.named_parameters():
-        if param.device.type != 'meta' and not uses_quantized_storage(param):
+        if param.device.type != 'meta' and has_own_address(param):
             yield name, param
     for name, buffer in module.named_buffers():
         if isinstance(buffer, torch.Tensor) and buffer.device.type != 'meta':

@@ -278,31 +278,9 @@ def arm(config: Any) -> Iterator[None]:
     import megatron_buffer
 
     gc.collect()
-    with stock_with_torch_adam() if config == 'stock' else megatron_buffer.activated(config):
+    with contextlib.nullcontext() if config == 'stock' else megatron_buffer.activated(config):
         yield
         gc.collect()  # activated() refuses to end while a model of ours lives
-
-
-@contextlib.contextmanager
-def stock_with_torch_adam() -> Iterator[None]:
-    """What stock needs so that a load works with torch's AdamW and fp32 parameters at all.
-
-    It looks for a ``step`` per parameter, which no format holds (``dp_reshardable`` has this run's own),
-    and copies into leaves.
-    """
-    module = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
-    cls, name = module.DistributedOptimizer, '_set_main_param_and_optimizer_states'
-    original = vars(cls)[name]
-
-    @torch.no_grad()
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {**tensors, 'step': None})
-
-    setattr(cls, name, set_states)
-    try:
-        yield
-    finally:
-        setattr(cls, name, original)
 
 
 @contextlib.contextmanager

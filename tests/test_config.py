@@ -34,7 +34,7 @@ from megatron_buffer.config_layout import FixedSizeBucketing, MegatronPadding, R
 from megatron_buffer.errors import ConfigError
 from tests.config_values import choices_of, example_of, mappings_of
 
-DEFAULT_HASH = 'c1f4853c5e519931'
+DEFAULT_HASH = '27b6f487b7c82e6a'
 
 
 @pytest.fixture(scope='module')

@@ -126,7 +126,7 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
             [
                 "unknown parameter of strategy 'megatron'",
                 "mean 'param_start_elems'?",
-                'Valid: param_start_elems, bucket_end_elems, high_busbw',
+                'Valid: param_start_elems, bucket_end_elems, high_busbw, whole_bytes',
             ],
         ),
         ('param_order: {name: reverse, seed: 3}', 'param_order.seed', ['It has no parameters']),
@@ -136,7 +136,8 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
             'checks: {stale_read: true}',
             'checks.stale_read',
             [
-                "found true, expected 'ignore', 'error', 'wait' or 'learn'; leave it out for the default, ignore"
+                "found true, expected 'ignore', 'warn', 'error', 'wait' or 'learn'; leave it out for the default, "
+                'warn'
             ],
         ),
         (

@@ -125,3 +125,56 @@ def test_stock_sums_shards_that_do_not_match(kind: str) -> None:
     results = run_ranks(_grads, 4, kind, 'stock')
     if not any(found['wrong'] for found in results):
         pytest.skip(f'stock now right: {kind} parameters over pipeline stages')
+
+
+def _stages_unlike(rank: int, world_size: int, what: str) -> None:
+    """Two stages whose copies of the tied embedding cannot be summed as they lie."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_buffer
+
+    parallel_state.initialize_model_parallel(1, 2)
+    is_first = parallel_state.is_pipeline_first_stage()
+    config: Any = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    stage = Stage(is_first, 'shared_embedding').bfloat16()
+    stage.replica.shared_embedding = True  # type: ignore[attr-defined]
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=what == 'bucket',
+        pad_buckets_for_high_nccl_busbw=what == 'bucket' and is_first,
+        grad_reduce_in_fp32=what == 'dtype' and is_first,
+        overlap_grad_reduce=True,
+        bucket_size=100,
+    )
+    with megatron_buffer.errors.guard(), megatron_buffer.activated('upstream'):
+        model = megatron_buffer.DistributedDataParallel(config, ddp_config, stage)
+        torch.distributed.barrier()
+        del model
+
+
+@pytest.mark.parametrize(
+    ('what', 'found'),
+    [
+        ('dtype', ['104 elements with torch.float32', '104 elements with torch.bfloat16']),
+        ('bucket', ['a bucket of 128 elements', 'a bucket of 65536 elements']),
+    ],
+)
+def test_stages_that_hold_the_tied_embedding_in_other_ways_stop(
+    what: str, found: list[str]
+) -> None:
+    for outcome in run_ranks(_stages_unlike, 2, what, expect_failure=True, timeout_s=60):
+        assert outcome.failed
+        assert 'the tied embedding' in outcome.error
+        for words in found:
+            assert words in outcome.error
+
+
+def test_stages_that_agree_are_left_alone() -> None:
+    assert run_ranks(_stages_unlike, 2, 'nothing') == [None, None]

@@ -327,7 +327,10 @@ def _type_with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            return function(self).replace('torch.', 'torch.cuda.', 1)
+            name = function(self)  # of a subclass it comes through this wrapper, named already
+            return (
+                name if name.startswith('torch.cuda.') else name.replace('torch.', 'torch.cuda.', 1)
+            )
         if isinstance(dtype, str):
             dtype = dtype.replace('torch.cuda.', 'torch.', 1)
         return function(self, dtype, *args, **kwargs)

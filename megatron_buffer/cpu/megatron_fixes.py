@@ -95,15 +95,17 @@ def _allow_sequence_parallel_norm(ledger: Ledger) -> None:
 
 
 def _finish_torch_adam(ledger: Ledger) -> None:
-    """``DistributedOptimizer`` without TE and apex uses torch's AdamW, whose path has two faults.
+    """``DistributedOptimizer`` without TE and apex uses torch's AdamW, whose path has three faults.
 
     ``state_dict()`` asserts before the first step, because torch makes its state lazily;
     ``load_state_dict()`` gives all parameters one shared ``step`` tensor, which every parameter then
-    advances.
+    advances; loading a parameter's state looks for a ``step`` among its tensors, which no checkpoint format
+    holds, and copies into a leaf that requires a gradient.
     """
     module = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
     optimizer_class = module.DistributedOptimizer
     state_dict, load_state_dict = optimizer_class.state_dict, optimizer_class.load_state_dict
+    set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def torch_adam(optimizer: Any) -> Any:
         inner = getattr(optimizer, 'optimizer', None)
@@ -132,9 +134,19 @@ def _finish_torch_adam(ledger: Ledger) -> None:
             if isinstance(param_state.get('step'), torch.Tensor):
                 param_state['step'] = param_state['step'].clone()
 
+    @functools.wraps(set_states)
+    def set_states_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if torch_adam(self) is not None:
+            tensors = {**tensors, 'step': None}
+        with torch.no_grad():
+            set_states(self, model_param, tensors)
+
     reason = 'DistributedOptimizer: torch AdamW instead of FusedAdam'
     ledger.replace(optimizer_class, 'state_dict', state_dict_before_first_step, reason)
     ledger.replace(optimizer_class, 'load_state_dict', load_state_dict_with_own_steps, reason)
+    ledger.replace(
+        optimizer_class, '_set_main_param_and_optimizer_states', set_states_but_step, reason
+    )
 
 
 def _skip_dataset_compilation(ledger: Ledger) -> None:

@@ -224,7 +224,9 @@ def _uninstall(*, force: bool) -> None:
         _state.transactions[-1].revert()
         _state.transactions.pop()
     runtime.set_installed(None)
-    errors.stop_watch()
+    if not force:
+        # After an exception the watch stays: the reason has not reached the other ranks yet.
+        errors.stop_watch()
     _state = None
 
 
