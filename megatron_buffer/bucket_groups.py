@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -194,9 +194,19 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         if self.grad_reduce_dispatched:
             if param not in self.late_grads:
                 self.late_params.setdefault(param)
-        elif complete and self.dispatcher is not None:
-            self.dispatcher.group_ready(self, bool(force_all_reduce))
         elif complete:
+            self.grads_complete(force_all_reduce)
+
+    def grad_counter(self, param: torch.nn.Parameter) -> Callable[[], bool]:
+        """What counts a gradient of ``param`` and tells whether the group is complete with it."""
+        registrar = getattr(self.readiness, 'registrar', None)
+        return registrar(param) if registrar else partial(self.readiness.register, param)
+
+    def grads_complete(self, force_all_reduce: bool | None) -> None:
+        """The group's last gradient of this window is in: its reduction starts when its turn comes."""
+        if self.dispatcher is not None:
+            self.dispatcher.group_ready(self, bool(force_all_reduce))
+        else:
             self.start_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -320,12 +330,18 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         self._judged = True
 
     @property
+    def num_counted(self) -> int:
+        """How many parameters have registered a gradient in this window."""
+        counted = getattr(self.readiness, 'num_counted', None)
+        return len(self.readiness.counts) if counted is None else counted
+
+    @property
     def irregular(self) -> bool:
         """True if a parameter has no gradient, or other than the expected ones; or one came late."""
         return bool(
             not self.readiness.is_regular()
             or self.late_params
-            or 0 < len(self.readiness.counts) < len(self.params)
+            or 0 < self.num_counted < len(self.params)
         )
 
     def start_param_sync(self, force_sync: bool = False) -> None:

@@ -140,14 +140,14 @@ class ChunkWindow:
     def _judge(self) -> None:
         """Lets the unused_params strategy judge the groups where something is not as it should be."""
         # No count at all: aligned grad sync never registers, or there was no synchronised backward.
-        registers = any(group.readiness.counts for group in self.groups)
+        registers = any(group.num_counted for group in self.groups)
         if self._predicted and registers:
             self._check_prediction()
         odd = [
             group
             for group in self.groups
             if group.late_params
-            or (registers and (group.irregular or not group.readiness.counts))
+            or (registers and (group.irregular or not group.num_counted))
             or (group.irregular and not group.readiness.adapts and not group.grad_reduce_dispatched)
         ]
         if odd:
@@ -189,11 +189,12 @@ class ChunkWindow:
     def _check_prediction(self) -> None:
         """Names what came otherwise than predicted; the late path has made it right."""
         predicted, self._predicted = self._predicted, {}
+        counts = {p: n for group in self.groups for p, n in group.readiness.counts.items()}
         wrong = [
             f'{self.names[param]} ({predicted[param]} expected, {got} came)'
             for group in self.groups
             for param in group.param_to_bucket
-            if (got := group.readiness.counts.get(param, 0)) != predicted[param]
+            if (got := counts.get(param, 0)) != predicted[param]
         ]
         if wrong:
             logger.warning(

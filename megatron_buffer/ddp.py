@@ -12,7 +12,6 @@ import copy
 import importlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,11 +30,13 @@ from megatron_buffer.chunk_window import ChunkWindow
 from megatron_buffer.config import AXES, BufferConfig
 from megatron_buffer.config_catalog import third_party_origins
 from megatron_buffer.config_yaml import did_you_mean
+from megatron_buffer.embedding_agreement import check_tied_embeddings
 from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError, ReadinessError
 from megatron_buffer.gather_chain import maybe_chain_gathers
 from megatron_buffer.gather_guard import watch_reads
+from megatron_buffer.hooks import ParamSlot, backward_hook, forward_pre_hook
 from megatron_buffer.optimizer import DistributedOptimizer
-from megatron_buffer.param_checks import check_param_data, settle_shared_storage
+from megatron_buffer.param_checks import ParamData, settle_shared_storage
 from megatron_buffer.param_layout import (
     compute_default_per_buffer_param_layout,
     compute_per_buffer_param_layout,
@@ -45,7 +46,6 @@ from megatron_buffer.recording import attach_if_wanted
 from megatron_buffer.runtime import ModelChunk, Runtime
 from megatron_buffer.strategies.names import matches, outermost_module
 from megatron_buffer.strategies.scaling import ScalingContext
-from megatron_buffer.window import accumulate_late
 from megatron_buffer.wrap_checks import check_collectives
 
 _ddp = importlib.import_module('megatron.core.distributed.distributed_data_parallel')
@@ -79,6 +79,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
 
     Attributes:
         runtime: The config in force for this model.
+        fused_params: Parameters whose gradients fused kernels have written into the buffer.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         runtime = runtime_module.resolve(buffer_config)
         errors.start_watch()
         # Before upstream's constructor, which asks for the hooks; nn.Module's __setattr__ is not ready.
-        object.__setattr__(self, '_post_hooks', [])
+        object.__setattr__(self, '_slots', [])
+        object.__setattr__(self, 'fused_params', [])
         requested_elems = ddp_config.bucket_size
         ddp_config = copy.copy(ddp_config)
         _merge_config(runtime, ddp_config)
@@ -120,6 +122,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._check_layouts(full_param_layout)
         self._apply_scaling(config)
         self._window = ChunkWindow(self, config, self._names())
+        self._param_data = ParamData(runtime.config.checks.replaced_param_data, self._all_buffers())
         check_collectives(self)
         self._warn_of_idle_patterns()
         self._log_summary(requested_elems, disable_bucketing)
@@ -145,9 +148,13 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Starts a window; upstream: ``DistributedDataParallel.zero_grad_buffer``."""
         self._window.begin()
-        if self.runtime.config.checks.replaced_param_data:
-            check_param_data(self._all_buffers())
-        super().zero_grad_buffer()
+        self._param_data.check()
+        # Upstream takes a mark back from every parameter; only a fused kernel's hook has seen it set.
+        every_param, self.params_with_grad = self.params_with_grad, self.fused_params
+        try:
+            super().zero_grad_buffer()
+        finally:
+            self.params_with_grad = every_param
         self._window.reset()
 
     def scale_gradients(self, scaling_factor: Any) -> None:
@@ -210,31 +217,21 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             with torch.no_grad():
                 self.start_param_sync(force_sync=True)
 
+    @property
+    def skips_next_gather(self) -> bool:
+        """True where a wait for one group's gather must not start the next one's: others start them."""
+        return bool(
+            self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
+        )
+
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
-        """Upstream's hook behind a weak reference; upstream: ``_make_backward_post_hook``.
+        """A hook that looks nothing up and holds no model; upstream: ``_make_backward_post_hook``."""
+        self._slots.append(ParamSlot(self, param, super()._make_backward_post_hook(param)))
+        return backward_hook(self._slots[-1])
 
-        Autograd's C++ node holds the hook, and upstream's closure holds the model. Any tensor whose
-        graph reaches the node (an fp32 main_param, a kept auxiliary loss) would make a cycle that
-        Python's collector cannot see, and the model and its buffers would never be freed.
-
-        A gradient that comes after its group was dispatched is seen here, before it is added.
-        """
-        index = len(self._post_hooks)
-        group = self.param_to_bucket_group[param]
-        self._post_hooks.append((param, group, super()._make_backward_post_hook(param)))
-        this = weakref.ref(self)
-
-        def hook(*unused: Any) -> None:
-            ddp = this()
-            if ddp is None:
-                return
-            param, group, upstream_hook = ddp._post_hooks[index]
-            if group.grad_reduce_dispatched and not _ddp.is_graph_capturing():
-                accumulate_late(group, param, upstream_hook, *unused)
-            else:
-                upstream_hook(*unused)
-
-        return hook
+    def _make_forward_pre_hook(self) -> Callable[..., None]:
+        """A hook that looks nothing up and holds no model; upstream: ``_make_forward_pre_hook``."""
+        return forward_pre_hook(self)
 
     def _all_groups(self) -> list[ParamAndGradBucketGroup]:
         return [*self.bucket_groups, *self.expert_parallel_bucket_groups]
@@ -411,6 +408,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             raise found[0]
         if generation is not None:
             check_against_first('the installed buffer config', f'config/{generation}', versions)
+            check_tied_embeddings(self, generation)
 
 
 def _named_chunk(module: torch.nn.Module) -> ModelChunk:

@@ -44,7 +44,7 @@ class GroupWindow:
         self.level = level
         self._frozen: set[str] = set()
         self.num_params = len(group.params)
-        self.num_registered = len(self._tracker.counts)
+        self.num_registered = group.num_counted
         self.is_first_batch = self._tracker.is_first_batch
         self.adapts = self._tracker.adapts
         self.dispatched = group.grad_reduce_dispatched

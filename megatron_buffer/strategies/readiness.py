@@ -7,7 +7,9 @@ hashable parameters, so it is tested without a model.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from operator import ne
 from typing import Any, Literal, Protocol
 
 from megatron_buffer.config_runtime import Deferred as DeferredParams
@@ -19,6 +21,7 @@ from megatron_buffer.strategies.registry import strategy
 
 Counts = dict[Hashable, int]
 OnLate = Literal['warn', 'reduce', 'error']
+_UNKNOWN = -2  # no count equals it, nor does one less
 
 
 class ReadinessTracker(Protocol):
@@ -95,8 +98,8 @@ class CountTracker:
     """Compares counts with those of an earlier window, or with a prediction.
 
     Complete means that every parameter was registered exactly as often as expected. ``_unequal`` is the
-    number of parameters whose count differs from the expected one, so a gradient costs two look-ups
-    instead of a comparison of whole dictionaries.
+    number of parameters whose count differs from the expected one, so a gradient costs one comparison of
+    integers instead of one of whole dictionaries.
 
     Args:
         params: The group's parameters.
@@ -110,21 +113,43 @@ class CountTracker:
     ) -> None:
         self.params = list(params)
         self.adapts = adapts
-        self.is_first_batch = True
+        self._is_first_batch = True
         self._overlaps = overlaps
-        self._counts: Counts = {}
+        self._index = {param: i for i, param in enumerate(self.params)}
+        # By index; both are changed in place only, since registrars hold them.
+        self._zeros = [0] * len(self.params)
+        self._numbers = list(self._zeros)
+        self._expected = [_UNKNOWN] * len(self.params)
+        self._num_expected = 0
         self._golden: Counts = {}
         self._unequal = 0
 
     @property
+    def is_first_batch(self) -> bool:
+        """True until ``golden`` is known."""
+        return self._is_first_batch
+
+    @is_first_batch.setter
+    def is_first_batch(self, value: bool) -> None:
+        self._is_first_batch = value
+        self._recount()
+
+    @property
     def counts(self) -> Counts:
-        """Counts of this window."""
-        return self._counts
+        """Counts of this window, of the parameters that have any; a copy."""
+        return {p: n for p, n in zip(self.params, self._numbers, strict=True) if n}
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        self._counts = counts
+        self._numbers[:] = self._zeros
+        for param, count in counts.items():
+            self._numbers[self._index[param]] = count
         self._recount()
+
+    @property
+    def num_counted(self) -> int:
+        """How many parameters have a count in this window."""
+        return len(self._numbers) - self._numbers.count(0)
 
     @property
     def golden(self) -> Counts:
@@ -138,21 +163,27 @@ class CountTracker:
 
     def expect(self, golden: Counts) -> None:
         """From now on a group is complete when it has these counts."""
-        self.golden = {param: count for param, count in golden.items() if count}
+        self._golden = {param: count for param, count in golden.items() if count}
         self.is_first_batch = False
 
     def register(self, param: Hashable) -> bool:
         """Counts a gradient; where counts are known, tells whether the group became complete."""
-        count = self._counts.get(param, 0)
-        self._counts[param] = count + 1
-        if self.is_first_batch:
-            return False
-        expected = self._golden.get(param, 0)
-        if count + 1 == expected:
+        return self._register_at(self._index[param])
+
+    def registrar(self, param: Hashable) -> Callable[[], bool]:
+        """``register`` for one parameter, which is looked up here and not at every gradient."""
+        return partial(self._register_at, self._index[param])
+
+    def _register_at(self, index: int) -> bool:
+        number = self._numbers[index] + 1
+        self._numbers[index] = number
+        expected = self._expected[index]
+        if number == expected:
             self._unequal -= 1
-        elif count == expected:
+            return self._unequal == 0 and self._overlaps
+        if number == expected + 1:
             self._unequal += 1
-        return self._unequal == 0 and self._overlaps
+        return False
 
     def reset(self, finished: bool = True) -> None:
         """Learns from the window, where there is something to learn; starts a new one.
@@ -160,34 +191,42 @@ class CountTracker:
         No count at all teaches nothing: buffers are also zeroed before the first backward, and under
         aligned grad sync gradients are never registered. Nor does a window that was broken off.
         """
-        learns = self.adapts or self.is_first_batch
-        whole = finished or len(self._counts) == len(self.params)
-        if learns and self._counts and whole:
-            self._golden = self._counts
+        counted = self.num_counted
+        learns = self.adapts or self._is_first_batch
+        whole = finished or counted == len(self.params)
+        if learns and counted and whole and (self._is_first_batch or self._unequal):
+            self._golden = self.counts
             self.is_first_batch = False
-        self.counts = {}
+        self._numbers[:] = self._zeros
+        self._unequal = self._num_expected
 
     def is_regular(self) -> bool:
         """In the first window all parameters or none; later, exactly the golden counts."""
-        if self.is_first_batch:
-            return len(self._counts) in (0, len(self.params))
+        if self._is_first_batch:
+            return self.num_counted in (0, len(self.params))
         return self._unequal == 0
 
     def missing(self) -> list[Hashable]:
         """In the first window, parameters without any gradient; later, those short of golden."""
-        if self.is_first_batch:
-            return [param for param in self.params if param not in self._counts]
-        return [p for p in self.params if self._counts.get(p, 0) < self._golden.get(p, 0)]
+        wanted = [1] * len(self.params) if self._is_first_batch else self._expected
+        pairs = zip(self.params, self._numbers, wanted, strict=True)
+        return [param for param, number, expected in pairs if number < expected]
 
     def surplus(self) -> list[Hashable]:
         """Parameters registered more often than expected."""
-        if self.is_first_batch:
+        if self._is_first_batch:
             return []
-        return [p for p in self.params if self._counts.get(p, 0) > self._golden.get(p, 0)]
+        pairs = zip(self.params, self._numbers, self._expected, strict=True)
+        return [param for param, number, expected in pairs if number > expected]
 
     def _recount(self) -> None:
-        params = self._golden.keys() | self._counts.keys()
-        self._unequal = sum(self._counts.get(p, 0) != self._golden.get(p, 0) for p in params)
+        if self._is_first_batch:
+            self._expected[:] = [_UNKNOWN] * len(self.params)
+            self._unequal = self._num_expected = 0
+            return
+        self._expected[:] = [self._golden.get(param, 0) for param in self.params]
+        self._num_expected = len(self.params) - self._expected.count(0)
+        self._unequal = sum(map(ne, self._numbers, self._expected))
 
 
 @strategy('readiness', GoldenLazyParams)

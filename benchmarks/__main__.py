@@ -1,0 +1,66 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from typing import Any
+
+from benchmarks.compare import machine
+
+NAMES = ('hooks',)
+
+
+def main() -> int:
+    """Runs the benchmarks named, prints a table each, and writes all of it as JSON if asked to."""
+    parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
+    parser.add_argument('names', nargs='+', metavar='NAME', help=f'one of {", ".join(NAMES)}')
+    parser.add_argument('--json', metavar='FILE', help='write the results there')
+    parser.add_argument('--reps', type=int, default=15, help='turns of each case (default 15)')
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in NAMES]:
+        parser.error(f'no benchmark {unknown[0]!r}; there are {", ".join(NAMES)}')
+    if options.reps < 1:
+        parser.error('--reps must be at least 1')
+    results: dict[str, Any] = {}
+    for name in options.names:
+        result = importlib.import_module(f'benchmarks.{name}').run(options.reps)
+        results[name] = {**result, 'machine': machine()}
+        _show(name, results[name])
+    if options.json:
+        whole = results[options.names[0]] if len(options.names) == 1 else results
+        with open(options.json, 'w') as file:
+            json.dump(whole, file, indent=2)
+            file.write('\n')
+    return 0
+
+
+def _show(name: str, result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f'{name}: ours / stock (headline: {result["ratio"]:.3f})', title_justify='left'
+    )
+    for title in ('case', 'size', 'ratio', '95 % interval', 'verdict', 'ours', 'stock'):
+        table.add_column(title, justify='left' if title in ('case', 'verdict') else 'right')
+    for case in result['cases']:
+        low, high = case['interval95']
+        table.add_row(
+            case['what'],
+            str(case.get('params', case.get('size', ''))),
+            f'{case["ratio"]:.3f}',
+            f'{low:.3f} to {high:.3f}',
+            case['verdict'],
+            f'{1e3 * case["ours_s"]:.3f} ms',
+            f'{1e3 * case["stock_s"]:.3f} ms',
+        )
+    console = Console(file=sys.stdout)
+    console.print(table)
+    console.print(f'{result["headline"]}; one figure alone says little: compare ratios of one run.')
+
+
+if __name__ == '__main__':
+    sys.exit(main())
