@@ -41,6 +41,9 @@ def _train(case: TrainCase, format_name: str, loads: str, saves: str) -> dict[st
         run.optimizer.load_state_dict(state['optimizer'])
     for step in range(SAVED_AT if loads else 0, ENDS_AT):
         if step == SAVED_AT and saves:
+            if case.overlap_param_gather:  # as megatron.training does before it saves
+                for chunk in run.chunks:
+                    chunk.disable_forward_pre_hook()
             state = _sharded(run, format_name, loading=False)
             if dist.get_rank() == 0:
                 Path(saves).mkdir(parents=True)
@@ -49,6 +52,9 @@ def _train(case: TrainCase, format_name: str, loads: str, saves: str) -> dict[st
             multiprocessing.current_process()._config['daemon'] = False  # type: ignore[attr-defined]
             checkpointing.save(state, saves)
             dist.barrier()
+            if case.overlap_param_gather:
+                for chunk in run.chunks:
+                    chunk.enable_forward_pre_hook()
         loss = run_backward(case, run, step)
         grads, ranges = owned_grads(run.chunks)
         _, norm, _ = run.optimizer.step()

@@ -9,7 +9,9 @@ from megatron_buffer.testing.tiny_gpt import (
     oracle,
     run_backward,
     same_bits,
+    seed_everything,
     train,
+    train_in_scope,
     wrap,
 )
 
@@ -22,6 +24,8 @@ __all__ = [
     'oracle',
     'run_backward',
     'same_bits',
+    'seed_everything',
     'train',
+    'train_in_scope',
     'wrap',
 ]

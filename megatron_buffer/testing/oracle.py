@@ -43,7 +43,7 @@ def oracle(case: TrainCase, dp: int | None = None) -> OracleResult:
     """
     from megatron.core import parallel_state
 
-    if (case.tp, case.pp, case.vpp, case.ep, case.moe, case.dtype) != (1, 1, 0, 1, False, 'fp32'):
+    if case.moe or case.dtype != 'fp32' or (case.tp, case.pp, case.vpp, case.cp) != (1, 1, 0, 1):
         raise ValueError(
             f'the oracle is for dense fp32 models without model parallelism, not {case}'
         )

@@ -1,6 +1,7 @@
 """The tiny GPT of the tests: what a case is made of, the model, its data. Real megatron.core, no wrapper."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +20,15 @@ class TrainCase:
     tp: int = 1
     pp: int = 1
     vpp: int = 0
+    cp: int = 1
+    """context_parallel_size; needs `attention=False` without Transformer Engine."""
     ep: int = 1
+    etp: int = 0
+    """expert_tensor_parallel_size; 0: as tp."""
+    gtp: int = 1
+    """gtp_remat_size of the process groups (core_v0.19 on)."""
     moe: bool = False
+    dispatcher: str = 'alltoall'
     sp: bool = False
     dist_opt: bool = False
     instances: int = 1
@@ -45,14 +53,37 @@ class TrainCase:
     layers: int = 2
     hidden: int = 32
     steps: int = 6
+    attention: bool = True
+    """False: layers of norms and MLPs only."""
     micro_batches: int = 3
     seed: int = 123
+    wrapped_by: str = 'ddp'
+    """`ddp`: its constructor; `training`: `wrap_model_chunks_with_ddp`, with layouts made beforehand."""
+    random_init: bool = False
+    """data_parallel_random_init: other weights on each data-parallel rank, then `broadcast_params`."""
+    offload: bool = False
+    """Free the gradients' storage between the steps."""
+    force_all_reduce: bool = False
+    """Every other step is one whose gradients are saved: whole buckets are reduced."""
+    ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of DistributedDataParallelConfig."""
+    model: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of TransformerConfig."""
+    optim: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of OptimizerConfig."""
 
     def __str__(self) -> str:
         """The fields that differ from the default: a name for a test."""
         default = type(self)()
         changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        for more in ('ddp', 'model', 'optim'):
+            changed.update(changed.pop(more, {}))
         return '-'.join(k if v is True else f'{k}={v}' for k, v in changed.items()) or 'default'
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """What decides the process groups: runs that agree in it can share them."""
+        return (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp, self.gtp, self.instances)
 
 
 def build_model(
@@ -69,20 +100,22 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
     moe: dict[str, Any] = {}
     if case.moe:
         moe = {
             'num_moe_experts': 4,
             'moe_router_topk': 2,
-            'moe_token_dispatcher_type': 'alltoall',
+            'moe_token_dispatcher_type': case.dispatcher,
             'moe_router_load_balancing_type': 'aux_loss',
             'moe_aux_loss_coeff': 1e-2,
             'expert_model_parallel_size': case.ep,
+            'expert_tensor_parallel_size': case.etp or None,
             'add_bias_linear': False,
         }
     dtype = DTYPES[case.dtype]
-    config = TransformerConfig(
+    fields: dict[str, Any] = dict(
         num_layers=case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=2 * case.hidden,
@@ -97,6 +130,7 @@ def build_model(
         tensor_model_parallel_size=case.tp,
         sequence_parallel=case.sp,
         pipeline_model_parallel_size=case.pp,
+        context_parallel_size=case.cp,
         virtual_pipeline_model_parallel_size=case.vpp or None,
         # On gloo the interleaved schedule mixes up batched messages.
         overlap_p2p_comm=bool(case.vpp),
@@ -108,12 +142,16 @@ def build_model(
         masked_softmax_fusion=False,
         **moe,
     )
+    config = TransformerConfig(**{**fields, **case.model})
     if case.moe:
         spec: Any = specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, vp_stage=vp_stage
         )
     else:
         spec = specs.get_gpt_layer_local_spec()
+        if not case.attention:
+            for name in ('input_layernorm', 'self_attention', 'self_attn_bda'):
+                setattr(spec.submodules, name, getattr(TransformerLayerSubmodules(), name))
     stage = {'ignore_virtual': False, 'vp_stage': vp_stage}
     model = GPTModel(
         config=config,
@@ -131,8 +169,13 @@ def build_model(
     return model
 
 
-def batch(case: TrainCase, step: int, micro_batch: int, dp_rank: int) -> tuple[torch.Tensor, ...]:
-    """Return tokens, labels and loss mask of one micro-batch: arithmetic sequences, all different."""
+def batch(
+    case: TrainCase, step: int, micro_batch: int, dp_rank: int, cp_rank: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Return tokens, labels and loss mask of one micro-batch: arithmetic sequences, all different.
+
+    With context parallelism each rank has its part of the sequence.
+    """
     g = torch.Generator().manual_seed(
         ((case.seed * 1000 + step) * 100 + micro_batch) * 1000 + dp_rank
     )
@@ -141,33 +184,46 @@ def batch(case: TrainCase, step: int, micro_batch: int, dp_rank: int) -> tuple[t
     text = (first + stride * torch.arange(SEQUENCE + 1)) % VOCAB
     # Unequal numbers of counted tokens tell a mean per token from a mean of means.
     counted = (torch.rand(SAMPLES, SEQUENCE, generator=g) < 0.7).float()
-    counted[:, 0] = 1
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous(), counted
+    counted[:, :: SEQUENCE // case.cp] = 1
+    part = slice(cp_rank * SEQUENCE // case.cp, (cp_rank + 1) * SEQUENCE // case.cp)
+    whole = (text[:, :-1], text[:, 1:], counted)
+    return tuple(tensor[:, part].contiguous() for tensor in whole)
 
 
-def call_model(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def call_model(
+    model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor, cp_rank: int = 0
+) -> torch.Tensor:
     """Return the loss of every token."""
-    future = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return model(tokens, torch.arange(SEQUENCE).expand_as(tokens), future, labels=labels)
+    length = tokens.shape[1]
+    future = torch.ones(1, 1, length, length).triu(1).bool()
+    positions = torch.arange(cp_rank * length, (cp_rank + 1) * length).expand_as(tokens)
+    return model(tokens, positions, future, labels=labels)
 
 
 def init_parallel(case: TrainCase) -> None:
     """Make Megatron's groups for a case and seed everything."""
     from megatron.core import parallel_state
 
+    since_019: dict[str, Any] = {'gtp_remat_size': case.gtp} if case.gtp > 1 else {}
     parallel_state.initialize_model_parallel(
         case.tp,
         case.pp,
         virtual_pipeline_model_parallel_size=case.vpp or None,
+        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp or None,
         num_distributed_optimizer_instances=case.instances,
+        **since_019,
     )
     seed_everything(case)
 
 
 def seed_everything(case: TrainCase) -> None:
     """The same weights for the next model as for any other one of this case; needs the groups."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    torch.manual_seed(case.seed)
-    model_parallel_cuda_manual_seed(case.seed)
+    # As data_parallel_random_init has it: ten apart per rank.
+    seed = case.seed + 10 * parallel_state.get_data_parallel_rank() * case.random_init
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

@@ -11,9 +11,20 @@ def named_params(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch
     """Yield the parameters under the names they have in the bare model."""
     for i, chunk in enumerate(chunks):
         for name, param in chunk.named_parameters():
-            while name.startswith('module.'):
-                name = name.removeprefix('module.')
-            yield (f'{i}:{name}' if len(chunks) > 1 else name), param
+            yield _bare_name(name, i, len(chunks)), param
+
+
+def named_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the modules' buffers (a router's expert bias, say), named as `named_params` does."""
+    for i, chunk in enumerate(chunks):
+        for name, buffer in chunk.named_buffers():
+            yield _bare_name(name, i, len(chunks)), buffer
+
+
+def _bare_name(name: str, chunk: int, chunks: int) -> str:
+    while name.startswith('module.'):
+        name = name.removeprefix('module.')
+    return f'{chunk}:{name}' if chunks > 1 else name
 
 
 def owned_grads(
@@ -132,8 +143,8 @@ def compare(a: Any, b: Any) -> list[str]:
 def flat_tensors(result: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return all that `compare` looks at, by name; its length says how many tensors are compared."""
     flat = {k: torch.tensor(result[k], dtype=torch.float64) for k in ('losses', 'grad_norms')}
-    for kind in ('params', 'grads', 'state'):
-        flat.update({f'{kind}/{name}': tensor for name, tensor in result[kind].items()})
+    for kind in ('params', 'buffers', 'grads', 'state', 'saved'):
+        flat.update({f'{kind}/{name}': tensor for name, tensor in result.get(kind, {}).items()})
     return flat
 
 
