@@ -8,6 +8,8 @@ Megatron are imported (a wrong config is an error within a second, the same on e
 the buffer and then runs the script as ``python SCRIPT`` would. Without ``--use-custom-buffer`` and
 ``--custom-buffer-cpu`` it does only the last.
 
+A tree that was changed by ``patches/`` does the same without the launcher, see :func:`take_flags`.
+
 Our flags are taken out of ``sys.argv``, so that scripts with a parser of their own work too;
 Megatron's parser learns them by :func:`wrap_add_megatron_arguments` and gives them the launcher's
 values, so ``args`` (and the checkpoints that keep it) say what is in use.
@@ -37,7 +39,14 @@ from megatron_buffer.errors import (
     UnsupportedVersionError,
     guard,
 )
-from megatron_buffer.launch_flags import USAGE, Flags, add_flags, flag_of, parse_command_line
+from megatron_buffer.launch_flags import (
+    USAGE,
+    Flags,
+    add_flags,
+    flag_of,
+    parse_command_line,
+    take_own_flags,
+)
 from megatron_buffer.record_request import check_length, request
 
 if TYPE_CHECKING:
@@ -73,7 +82,6 @@ def run(argv: list[str]) -> int:
         buffer cannot be installed here; 2 for bad input: flags, script, config, or a conflict
         between them, each as one sentence on stderr. ``SystemExit`` passes through.
     """
-    global _launched
     if argv[:1] in (['-h'], ['--help']):
         sys.stdout.write(USAGE + '\n')
         return 0
@@ -81,12 +89,7 @@ def run(argv: list[str]) -> int:
         flags, script, rest = parse_command_line(argv)
         config = _load_config(flags)
         _prepare_process(script, rest)
-        _launched = flags
-        if flags.custom_buffer_record is not None:
-            request(flags.custom_buffer_record, flags.custom_buffer_record_steps)
-        _turn_cpu_mode_on(flags)
-        if config is not None:
-            _install(config, flags)
+        _launch(flags, config)
     except (ConfigError, RegistryError) as error:
         return _fail(error, EXIT_BAD_INPUT)
     except (UnsupportedVersionError, FingerprintError, PatchError) as error:
@@ -101,6 +104,30 @@ def run(argv: list[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILURE
     return 0
+
+
+def take_flags() -> None:
+    """What a tree that was changed by ``patches/`` calls: :func:`run` for a script that runs already.
+
+    Takes our flags out of ``sys.argv`` and does what they ask for. Without such flags nothing happens,
+    so a second call is harmless. As under the launcher, an error names the rank that failed first.
+
+    Raises:
+        SystemExit: With code 2 for bad input and 1 when our buffer cannot be installed here, each
+            after one sentence on stderr.
+    """
+    try:
+        flags, rest = take_own_flags(sys.argv[1:])
+        if flags == Flags():
+            return
+        config = _load_config(flags)
+        sys.argv[1:] = rest
+        _launch(flags, config)
+    except (ConfigError, RegistryError) as error:
+        sys.exit(_fail(error, EXIT_BAD_INPUT))
+    except (UnsupportedVersionError, FingerprintError, PatchError) as error:
+        sys.exit(_fail(error, EXIT_FAILURE))
+    sys.excepthook = functools.partial(_show_uncaught, sys.excepthook)
 
 
 def wrap_add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +200,17 @@ def check_conflicts(config: BufferConfig, args: Any) -> None:
         )
 
 
+def _launch(flags: Flags, config: BufferConfig | None) -> None:
+    """Does what the flags ask for, before the script or the rest of it runs."""
+    global _launched
+    _launched = flags
+    if flags.custom_buffer_record is not None:
+        request(flags.custom_buffer_record, flags.custom_buffer_record_steps)
+    _turn_cpu_mode_on(flags)
+    if config is not None:
+        _install(config, flags)
+
+
 def _load_config(flags: Flags) -> BufferConfig | None:
     if not flags.use_custom_buffer:
         return None
@@ -233,6 +271,23 @@ def _run_script(script: str) -> None:
     with open(path, 'rb') as file:
         code = compile(file.read(), path, 'exec', dont_inherit=True)
     exec(code, vars(module))
+
+
+def _show_uncaught(
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: types.TracebackType | None,
+) -> None:
+    """``sys.excepthook`` of a patched tree: bad input is one sentence, a failure names its rank."""
+    if isinstance(error, ConfigError | RegistryError):
+        _fail(error, EXIT_BAD_INPUT)
+        return
+    try:
+        with guard():
+            raise error.with_traceback(traceback)
+    except BaseException as shown:
+        show(type(shown), shown, shown.__traceback__)
 
 
 def _drop_launcher_frames(error: BaseException | None, path: str) -> None:

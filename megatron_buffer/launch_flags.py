@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.record_request import DEFAULT_STEPS, WARMUP_STEPS, check_flags
@@ -67,7 +67,22 @@ def parse_command_line(argv: list[str]) -> tuple[Flags, str, list[str]]:
     if not argv or argv[0].startswith('-'):
         raise ConfigError(f'the script to run comes first, then its flags\n{USAGE}')
     script = argv[0]
-    flags, rest = split_flags(argv[1:])
+    flags, rest = take_own_flags(argv[1:])
+    if os.path.isdir(script) or not os.path.exists(script):
+        what = 'is a folder, not a file' if os.path.isdir(script) else 'does not exist'
+        raise ConfigError(f'script {script!r} {what} (current folder: {os.getcwd()})')
+    if not os.access(script, os.R_OK):
+        raise ConfigError(f'script {script!r} cannot be read: permission denied')
+    return flags, script, rest
+
+
+def take_own_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
+    """Our flags, checked for what one alone cannot mean, and everything else in its order.
+
+    Raises:
+        ConfigError: One of our flags is misspelt, misused, or has no effect without another.
+    """
+    flags, rest = split_flags(arguments)
     if not flags.use_custom_buffer:
         for flag, value in (
             ('--custom-buffer-config', flags.custom_buffer_config),
@@ -80,12 +95,7 @@ def parse_command_line(argv: list[str]) -> tuple[Flags, str, list[str]]:
                     '--use-custom-buffer to train through the custom buffer, or leave it out'
                 )
     check_flags(flags.custom_buffer_record, flags.custom_buffer_record_steps)
-    if os.path.isdir(script) or not os.path.exists(script):
-        what = 'is a folder, not a file' if os.path.isdir(script) else 'does not exist'
-        raise ConfigError(f'script {script!r} {what} (current folder: {os.getcwd()})')
-    if not os.access(script, os.R_OK):
-        raise ConfigError(f'script {script!r} cannot be read: permission denied')
-    return flags, script, rest
+    return flags, rest
 
 
 def split_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
@@ -108,46 +118,48 @@ def split_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Flags) -> None:
-    """Adds our flags to a parser, ours or Megatron's."""
+    """Adds our flags to a parser, ours or Megatron's; a patched tree's parser has some of them already."""
     group = parser.add_argument_group('custom buffer')
-    group.add_argument(
-        '--use-custom-buffer',
+
+    def add(name: str, **options: Any) -> None:
+        default = getattr(defaults, name)
+        try:
+            group.add_argument(flag_of(name), default=default, **options)
+        except argparse.ArgumentError:
+            parser.set_defaults(**{name: default})
+
+    add(
+        'use_custom_buffer',
         action='store_true',
-        default=defaults.use_custom_buffer,
         help='Replace the data-parallel buffer of Megatron-Core by the one of megatron-buffer.',
     )
-    group.add_argument(
-        '--custom-buffer-config',
+    add(
+        'custom_buffer_config',
         metavar='CONFIG',
-        default=defaults.custom_buffer_config,
         help='YAML file, or the name of a config that comes with megatron-buffer '
         '(default: upstream, which changes nothing but who does the work).',
     )
-    group.add_argument(
-        '--custom-buffer-compat',
+    add(
+        'custom_buffer_compat',
         choices=('strict', 'warn'),
-        default=defaults.custom_buffer_compat,
         help='What to do when the source of the installed Megatron-Core is not one that '
         'megatron-buffer knows: refuse (strict, the default) or only warn.',
     )
-    group.add_argument(
-        '--custom-buffer-cpu',
+    add(
+        'custom_buffer_cpu',
         action='store_true',
-        default=defaults.custom_buffer_cpu,
         help='Run on the CPU with gloo; refused where a GPU is there.',
     )
-    group.add_argument(
-        '--custom-buffer-record',
+    add(
+        'custom_buffer_record',
         metavar='PROFILE',
-        default=defaults.custom_buffer_record,
         help='Record in which order gradients arrive and parameters are read, and write it to this '
         'file, for "param_order: {name: recorded, profile: PROFILE}" in later runs.',
     )
-    group.add_argument(
-        '--custom-buffer-record-steps',
+    add(
+        'custom_buffer_record_steps',
         metavar='N',
         type=int,
-        default=defaults.custom_buffer_record_steps,
         help=f'Iterations to record (default: {DEFAULT_STEPS}), after {WARMUP_STEPS} that are not.',
     )
 
