@@ -32,6 +32,7 @@ from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import ConfigError, LayoutError, RegistryError
 from megatron_buffer.planner import command as planner
+from megatron_buffer.reference import command as reference
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     add('strategies', strategies, 'list every axis and the strategies that a config can name')
     sub = add('layout', layout, planner.SUMMARY)
     planner.add_layout_arguments(sub)
+    sub = add('diff', reference.diff, reference.SUMMARY)
+    reference.add_diff_arguments(sub)
     add('doctor', doctor, 'check whether the buffer can be installed into Megatron-Core here')
     # Only to be listed in --help: main() takes this command before argparse sees it.
     commands.add_parser('run', help='run an unmodified Megatron script with --use-custom-buffer')

@@ -25,6 +25,7 @@ from megatron_buffer.patching.sources import LINE_HASH_CHARS, Source, locate
 from megatron_buffer.patching.targets import CORE, RELIED_UPON, TRAINING, Reliance
 
 MANIFEST_PATH = Path(__file__).with_name('manifest.json')
+OLDEST = '0.18.2'
 SUPPORTED = '>=0.18.2,<0.20,!=0.19.1'
 COMPAT_HINT = "--custom-buffer-compat warn (Python: install(..., compat='warn'))"
 _SHOWN_LINES = 12
@@ -239,7 +240,8 @@ def unsupported_reason(core: CoreInstall) -> str:
     if lacks_seams(core):
         return (
             f'{where}: layout and grouping are closures inside the constructor of '
-            f'_ParamAndGradBuffer there, with nothing to take hold of; {advice}'
+            f'_ParamAndGradBuffer there, with nothing to take hold of, so nothing can override this; '
+            f"{advice}. What has changed since: 'megatron-buffer diff --against {OLDEST} --list'"
         )
     if version < (0, 18, 2) or version >= (0, 20) or version == (0, 19, 1):
         return f'{where} (supported: {SUPPORTED}) and its sources are not those of a version that is; {advice}'
@@ -266,7 +268,7 @@ def check_gate(core: CoreInstall, verdict: Verdict) -> None:
     if reason:
         raise UnsupportedVersionError(
             f'{reason}\nUnlike {verdict.nearest}:\n{verdict.report()}\n'
-            f'To go on all the same: {COMPAT_HINT}.'
+            f'To go on all the same: {COMPAT_HINT}.\n{how_to_proceed(verdict)}'
         )
     raise FingerprintError(fingerprint_message(core, verdict))
 
@@ -278,5 +280,21 @@ def fingerprint_message(core: CoreInstall, verdict: Verdict) -> str:
         f'symbol(s) that we replace or rely upon is not one we know (nearest: {verdict.nearest}).\n'
         f'{verdict.report()}\n'
         f"Install a known version (pip install 'megatron-core{SUPPORTED}'), or read the lines above "
-        f'and, if they do no harm, go on with {COMPAT_HINT}.'
+        f'and, if they do no harm, go on with {COMPAT_HINT}.\n{how_to_proceed(verdict)}'
+    )
+
+
+def how_to_proceed(verdict: Verdict) -> str:
+    """All symbols that differ, by module, and the command that says what of ours depends on each."""
+    modules: dict[str, list[str]] = {}
+    for difference in verdict.differences:
+        module, _, qualname = difference.symbol.partition(':')
+        name = qualname.removesuffix('.<class>')
+        kind = '' if difference.kind == 'changed' else f' ({difference.kind})'
+        modules.setdefault(module.rpartition('.')[2], []).append(f'{name}{kind}')
+    lines = [f'  {module}.py: {", ".join(names)}' for module, names in modules.items()]
+    return (
+        f'Symbols that differ from {verdict.nearest}:\n' + '\n'.join(lines) + '\n'
+        'What of ours depends on each of them, and how to proceed: '
+        f"'megatron-buffer diff --against {verdict.nearest}'"
     )
