@@ -7,18 +7,17 @@ Stands for ``_ParamAndGradBuffer`` and ``_ParamAndGradBucket``
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import torch
-from megatron.core.optimizer.param_layout import bucket_end_divisor, pad_param_start
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.errors import LayoutError, ParamStorageError
-from megatron_buffer.param_layout import compute_default_per_buffer_param_layout
-from megatron_buffer.strategies.padding import Alignment
-from megatron_buffer.strategies.specs import BufferTraits
+from megatron_buffer.param_layout import compute_default_per_buffer_param_layout, is_packed
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
+logger = logging.getLogger(__name__)
 
 
 class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
@@ -53,16 +52,8 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
             param_layout = compute_default_per_buffer_param_layout(
                 [param for param, _ in params_with_names], bucket_size
             )
-        elif ddp_config.use_distributed_optimizer:
-            self._check_packed_params(
-                params_with_names,
-                BufferTraits(
-                    dp_size=data_parallel_group.size(),
-                    high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-                    param_bytes=param_dtype.itemsize,
-                    grad_bytes=grad_dtype.itemsize,
-                ),
-            )
+        if ddp_config.use_distributed_optimizer:
+            self._check_packed_params(params_with_names)
         kwargs['param_layout'] = param_layout
         super().__init__(
             ddp_config,
@@ -76,20 +67,80 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
             **kwargs,
         )
 
-    def _check_packed_params(
-        self, params_with_names: list[tuple[torch.nn.Parameter, str]], traits: BufferTraits
+    @staticmethod
+    def _check_packed_params(params_with_names: list[tuple[torch.nn.Parameter, str]]) -> None:
+        """NVFP4 parameters take half a byte an element: with others in one buffer shards would not agree."""
+        packed = [name for param, name in params_with_names if is_packed(param)]
+        others = [name for param, name in params_with_names if not is_packed(param)]
+        if packed and others:
+            raise LayoutError(
+                f'buffer: {packed[0]} is an NVFP4 parameter and {others[0]} is not, and both are stored as '
+                "bytes in one buffer: a rank's shard of the bytes would not be its shard of the gradients. "
+                'Store the weights of a model in one recipe; Megatron-Core mixes them without an error'
+            )
+
+    def _compute_nvfp4_packed_layout(
+        self, params_with_names: list[tuple[torch.nn.Parameter, str]]
     ) -> None:
-        """Upstream derives the packed fp4 offsets by its own alignment: ours must be the same."""
-        ours = self.runtime.layout.padding.alignment(traits)
-        end_elems = bucket_end_divisor(traits.dp_size, traits.high_busbw)
-        if ours == Alignment(pad_param_start(1), end_elems):
+        """Places packed bytes where the layout has the values: each offset halved.
+
+        Upstream: ``_ParamAndGradBuffer._compute_nvfp4_packed_layout``, which pads the bytes by the rule for
+        elements; a rank's bytes are then not always its gradients'. It is left at that, with a warning,
+        where the config wants upstream's padding.
+
+        Raises:
+            LayoutError: If a parameter or a shard starts inside a byte.
+        """
+        dist_opt = self.ddp_config.use_distributed_optimizer
+        if not (dist_opt and getattr(self.runtime.config.padding, 'whole_bytes', True)):
+            super()._compute_nvfp4_packed_layout(params_with_names)
+            if dist_opt and self.data_parallel_world_size > 1:
+                self._warn_of_other_shards(params_with_names)
             return
+        self._check_whole_bytes(params_with_names)
+        self.nvfp4_packed_param_index_map = {
+            param: (start // 2, end // 2, bucket)
+            for param, (start, end, bucket) in self.param_index_map.items()
+        }
+        self.nvfp4_packed_bucket_indices = [
+            (start // 2, end // 2) for start, end in self.bucket_indices
+        ]
+        last_ends = [0] * len(self.bucket_indices)
+        for _, end, bucket in self.nvfp4_packed_param_index_map.values():
+            last_ends[bucket] = max(last_ends[bucket], end)
+        self.nvfp4_packed_numel_unpadded = sum(last_ends) - sum(
+            start for start, _ in self.nvfp4_packed_bucket_indices
+        )
+
+    def _warn_of_other_shards(
+        self, params_with_names: list[tuple[torch.nn.Parameter, str]]
+    ) -> None:
         for param, name in params_with_names:
-            if _is_packed(param):
+            start, end, bucket = self.param_index_map[param]
+            values = (start, end, *self.bucket_indices[bucket])
+            packed_start, packed_end, _ = self.nvfp4_packed_param_index_map[param]
+            packed = (packed_start, packed_end, *self.nvfp4_packed_bucket_indices[bucket])
+            if is_packed(param) and values != tuple(2 * place for place in packed):
+                logger.warning(
+                    'the bytes of NVFP4 parameter %s do not lie where its gradients do: a rank gathers bytes '
+                    'that another one has to write, so weights go wrong. Set padding: {name: megatron, '
+                    'whole_bytes: true}',
+                    name,
+                )
+                return
+
+    def _check_whole_bytes(self, params_with_names: list[tuple[torch.nn.Parameter, str]]) -> None:
+        """A layout that was computed by stock may cut a byte in two."""
+        shards = 2 * self.data_parallel_world_size
+        for param, name in params_with_names:
+            start, _, bucket = self.param_index_map[param]
+            bucket_start, bucket_end = self.bucket_indices[bucket]
+            if start % 2 or bucket_start % 2 or (bucket_end - bucket_start) % shards:
                 raise LayoutError(
-                    f'padding: {name} is an NVFP4 parameter, whose packed bytes Megatron-Core lays out '
-                    f'with its own alignment; found {ours}, expected param_start_elems: 64 and '
-                    'bucket_end_elems: 128'
+                    f'full_param_layout: {name} is an NVFP4 parameter, two of whose values share a byte; '
+                    f'it starts at {start}, in a bucket of {bucket_end - bucket_start} elements: expected '
+                    f'an even start and a multiple of {shards} (2 x dp_size). Compute the layout after '
+                    'megatron_buffer.install(), or leave it out'
                 )
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
@@ -129,9 +180,3 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
     def reset(self) -> None:
         """Prepares the buffer for a new iteration, as the accumulation strategy has it."""
         self.runtime.accumulation.begin_window(self)
-
-
-def _is_packed(param: torch.nn.Parameter) -> bool:
-    """True for NVFP4 parameters, grouped ones (from core_v0.19 on) included."""
-    is_grouped = getattr(_pgb, 'is_grouped_nvfp4tensor', lambda param: False)
-    return _pgb.is_nvfp4tensor(param) or is_grouped(param)

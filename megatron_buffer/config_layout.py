@@ -214,6 +214,10 @@ class MegatronPadding:
     high_busbw: bool | None = None
     """Bucket ends are also multiples of 65,536 elements, for NCCL's bus bandwidth at large dp_size.
     null: what ddp_config says (pad_buckets_for_high_nccl_busbw)."""
+    whole_bytes: bool = False
+    """Places the bytes of NVFP4 parameters, which hold two values each, where the layout has the values, so
+    that a rank's shard of them is its shard of the gradients. false: Megatron's rule, under which it may
+    not be (a warning names the buffer). The other paddings always do so."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

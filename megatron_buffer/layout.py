@@ -20,7 +20,13 @@ from megatron_buffer.layout_invariants import bucket_end_divisor, check_invarian
 from megatron_buffer.strategies.bucketing import Bucketing, OpenBucket
 from megatron_buffer.strategies.isolation import BucketIsolation
 from megatron_buffer.strategies.order import ParamOrder
-from megatron_buffer.strategies.padding import UNPADDED, Alignment, Padding, round_up
+from megatron_buffer.strategies.padding import (
+    UNPADDED,
+    Alignment,
+    Padding,
+    in_whole_bytes,
+    round_up,
+)
 from megatron_buffer.strategies.registry import make_strategy
 from megatron_buffer.strategies.specs import BufferTraits, ParamSpec
 
@@ -196,6 +202,11 @@ def compute_buffer_layout(
     order = layout_order(specs, strategies.param_order, buffer)
     is_alone = strategies.bucket_isolation.is_alone
     with_synced = getattr(strategies.bucket_isolation, 'pipeline_synced', False)
+    alignment = UNPADDED
+    if dist_opt:
+        alignment = strategies.padding.alignment(buffer)
+        if getattr(strategies.padding, 'whole_bytes', True):
+            alignment = in_whole_bytes(alignment, buffer)
     return _place(
         [(index, specs[index]) for index in order],
         [
@@ -209,7 +220,7 @@ def compute_buffer_layout(
         strategies.bucketing,
         bucket_size_elems=bucket_size_elems,
         dp_size=buffer.dp_size if dist_opt else 1,
-        alignment=strategies.padding.alignment(buffer) if dist_opt else UNPADDED,
+        alignment=alignment,
         names=tuple(spec.name for spec in specs),
     )
 
@@ -271,6 +282,7 @@ def plan_layout(
     grad_bytes: int = 4,
     pp_rank: int = 0,
     vp_stage: int = 0,
+    values_per_byte: int = 1,
 ) -> BufferLayout:
     """Layout of one buffer, from a config and sizes; allocates nothing.
 
@@ -286,6 +298,7 @@ def plan_layout(
         grad_bytes: Bytes per element of the gradients.
         pp_rank: Pipeline stage, for strategies that read profiles.
         vp_stage: Which of the stage's model chunks it is.
+        values_per_byte: Elements that share a byte of ``param_data``: 2 for NVFP4 parameters.
 
     Returns:
         The checked layout.
@@ -315,6 +328,7 @@ def plan_layout(
             grad_bytes=grad_bytes,
             pp_rank=pp_rank,
             vp_stage=vp_stage,
+            values_per_byte=values_per_byte,
         ),
     )
     layout.check(specs, isolate=dist_opt)

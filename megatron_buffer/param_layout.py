@@ -40,6 +40,18 @@ def uses_quantized_storage(param: torch.nn.Parameter) -> bool:
     return _pgb.is_float8tensor(param) or _pgb.is_nvfp4tensor(param)
 
 
+def is_packed(param: torch.nn.Parameter) -> bool:
+    """True for NVFP4 parameters, two of whose values share a byte; grouped ones (from core_v0.19 on) too."""
+    is_grouped = getattr(_pgb, 'is_grouped_nvfp4tensor', lambda param: False)
+    return _pgb.is_nvfp4tensor(param) or is_grouped(param)
+
+
+def has_own_address(param: torch.nn.Parameter) -> bool:
+    """False for Transformer Engine's tensors: quantized ones, and grouped ones, are wrappers of others."""
+    is_grouped = getattr(_pgb, 'is_grouped_tensor', lambda param: False)
+    return not uses_quantized_storage(param) and not is_grouped(param)
+
+
 def group_params_for_buffers(
     params: Sequence[torch.nn.Parameter], grad_reduce_in_fp32: bool
 ) -> dict[BufferKey, tuple[list[torch.nn.Parameter], list[int]]]:
@@ -157,7 +169,7 @@ def compute_per_buffer_param_layout(
             _key_of(params[0], runtime, ddp_config.grad_reduce_in_fp32),
             dp_size=data_parallel_world_size,
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-        )
+        )._replace(values_per_byte=2 if any(map(is_packed, params)) else 1)
     layout = _convert(params, runtime, bucket_size, dist_opt=True, buffer=traits)
     layout.param_indices = param_indices if param_indices is not None else []
     if _HAS_NUM_OPTIMIZER_SHARDS:

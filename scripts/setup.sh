@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv and installs megatron-buffer in it, editable, with the versions of constraints.txt.
 #
-# usage: scripts/setup.sh [--dev] [--force] [--python PATH]
+# usage: scripts/setup.sh [--dev] [--te] [--force] [--python PATH]
 #   --dev          install the developers' tools too (black, ruff, pyright, build, pre-commit)
+#   --te           put Transformer Engine's Python part in .venv/te, for the tests marked "te"; compiles nothing
 #   --force        remove .venv and make it anew
 #   --python PATH  use this interpreter instead of looking for one
 #
@@ -23,6 +24,7 @@ oldest=12                    # Python 3.x; megatron-core has wheels for these tw
 newest=13
 
 extras='test'
+te=no
 force=no
 wanted=""
 
@@ -37,6 +39,7 @@ usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; 
 while [ $# -gt 0 ]; do
     case $1 in
         --dev) extras='test,dev' ;;
+        --te) te=yes ;;
         --force) force=yes ;;
         --python)
             [ $# -ge 2 ] || die "--python needs the path of an interpreter"
@@ -254,6 +257,28 @@ run_pip() {
     mv -- "$stamp.new" "$stamp"
 }
 
+# A folder of its own, on no path: with Transformer Engine importable Megatron-Core imports other code.
+install_te() {
+    local want
+    want=$({ "$venv/bin/python" -c 'import sys; print(sys.version)' && cat -- constraints-te.txt; } | sha256sum)
+    if [ -f "$venv/te/.complete" ] && [ "$(cat -- "$venv/te/.complete")" = "$want" ]; then
+        say "set-up: Transformer Engine in .venv/te is up to date"
+        return 0
+    fi
+    say "installing Transformer Engine's Python part in .venv/te (some 15 MB of downloads)"
+    rm -rf -- "$venv/te" "$venv/te.new"
+    if ! "$venv/bin/python" -m pip install --progress-bar off --no-deps --target "$venv/te.new" \
+        -r constraints-te.txt 2>&1 | tee -- "$log" | progress; then
+        explain_failure
+    fi
+    printf '%s\n' "$want" >"$venv/te.new/.complete"
+    mv -- "$venv/te.new" "$venv/te"
+}
+finish() {
+    if [ "$te" = yes ]; then install_te; fi
+    exit 0
+}
+
 # Two set-ups at a time would trip over each other; the second one waits and then finds it done.
 if command -v flock >/dev/null 2>&1; then
     exec 9<"${BASH_SOURCE[0]}"
@@ -266,9 +291,10 @@ fi
 start=$(date +%s)
 if [ "$force" = no ] && is_complete; then
     say "set-up: .venv is up to date"
-    exit 0
+    finish
 fi
 clear_away
 make_venv
 run_pip
 say "set-up: done in $(($(date +%s) - start)) s; .venv has $("$venv/bin/python" --version), extras: $extras"
+finish

@@ -1,13 +1,17 @@
 """Markers, the choice of what runs by default, and the reasons for what is skipped."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.te_cpu import location
+
 MARKERS = {
     'slow': 'part of the slow matrix; runs with --slow',
     'gpu': 'needs a CUDA GPU; skipped where there is none',
+    'te': 'needs Transformer Engine (scripts/setup.sh --te); runs with -m te, skipped where it is missing',
     'stock_fault': "shows a fault of stock Megatron-Core, so that we notice when upstream's behaviour changes",
 }
 
@@ -26,14 +30,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker('gpu'):
                 item.add_marker(pytest.mark.skip(reason='needs a CUDA GPU; none is visible here'))
+    missing = location.missing()
+    for item in items:
+        if missing and item.get_closest_marker('te'):
+            item.add_marker(pytest.mark.skip(reason=missing))
     # An expression (-m slow) or a test named in full (path::test) says itself what is wanted.
-    named = any('::' in str(argument) for argument in config.args)
-    if config.getoption('--slow') or config.option.markexpr or named:
+    if any('::' in str(argument) for argument in config.args):
         return
-    slow = [item for item in items if item.get_closest_marker('slow')]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+    wanted = set(re.findall(r'\w+', config.option.markexpr))
+    wanted |= {'slow', 'te'} if config.getoption('--slow') else set()
+    wanted |= {'te'} if missing else set()  # to be listed as skipped, with the reason
+    left_out = [
+        item
+        for item in items
+        if any(item.get_closest_marker(name) for name in {'slow', 'te'} - wanted)
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

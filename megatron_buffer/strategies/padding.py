@@ -33,6 +33,18 @@ def round_up(value: int, divisor: int) -> int:
     return -(-value // divisor) * divisor
 
 
+def in_whole_bytes(alignment: Alignment, buffer: BufferTraits) -> Alignment:
+    """``alignment`` so that no parameter, and no shard, starts inside a byte of packed parameters.
+
+    A rank's shard of the packed bytes then holds just the parameters of its shard of the gradients.
+    Upstream pads both by one rule, which gives other shards where ``dp_size`` is not a power of two.
+    """
+    return Alignment(
+        math.lcm(alignment.param_start_elems, buffer.values_per_byte),
+        math.lcm(alignment.bucket_end_elems, buffer.values_per_byte * buffer.dp_size),
+    )
+
+
 class Padding(Protocol):
     """Chooses the alignment of a buffer whose buckets are sharded."""
 
@@ -51,6 +63,7 @@ class MegatronPadding:
 
     def __init__(self, params: MegatronPaddingParams) -> None:
         self.params = params
+        self.whole_bytes = params.whole_bytes
 
     def alignment(self, buffer: BufferTraits) -> Alignment:
         """With ``high_busbw`` a bucket's shard is also a multiple of a large power of two."""
@@ -92,9 +105,5 @@ class MinimalPadding:
 
 def _elems_of_bytes(num_bytes: int, buffer: BufferTraits) -> int:
     """Fewest elements whose size is a multiple of ``num_bytes`` in both dtypes of the buffer."""
-    return math.lcm(
-        *(
-            num_bytes // math.gcd(num_bytes, elem_bytes)
-            for elem_bytes in (buffer.param_bytes, buffer.grad_bytes)
-        )
-    )
+    in_params = num_bytes // math.gcd(num_bytes, buffer.param_bytes) * buffer.values_per_byte
+    return math.lcm(in_params, num_bytes // math.gcd(num_bytes, buffer.grad_bytes))

@@ -34,6 +34,7 @@ class BufferTraits(NamedTuple):
         grad_bytes: Bytes per element of ``grad_data``.
         pp_rank: Pipeline stage of the model chunk.
         vp_stage: Which of the stage's model chunks it is; 0 without an interleaved schedule.
+        values_per_byte: Elements that share a byte of ``param_data``: 2 for NVFP4 parameters.
     """
 
     dp_size: int = 1
@@ -42,3 +43,4 @@ class BufferTraits(NamedTuple):
     grad_bytes: int = 4
     pp_rank: int = 0
     vp_stage: int = 0
+    values_per_byte: int = 1

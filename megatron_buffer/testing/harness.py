@@ -39,6 +39,7 @@ from megatron_buffer.testing.rank_process import Settings, pack, run_rank, unpac
 
 __all__ = ['RankOutcome', 'RanksFailed', 'first_failure', 'free_port', 'run_ranks']
 
+PRELOAD = 'megatron_buffer.testing.preload'
 OUTPUT_LINES = 40  # of each rank's own output, in a report
 # Peers notice a rank's death through the closed connection, some time before its process is reaped here.
 # What they report in that time is a consequence, so a death counts as that much earlier.
@@ -126,6 +127,7 @@ def run_ranks(
     init: bool = True,
     expect_failure: bool = False,
     env: Mapping[str, str] | None = None,
+    preload: str = PRELOAD,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args, **kwargs)` on every rank and return the results, rank 0 first.
@@ -139,6 +141,8 @@ def run_ranks(
         init: Initialize `torch.distributed` (gloo, FileStore) before calling `fn`.
         expect_failure: Don't raise; return a list of `RankOutcome` however the ranks ended.
         env: Environment variables to set in the ranks.
+        preload: Module that the ranks' fork server imports once; it has a function `check`. Each has a fork
+            server of its own.
         kwargs: Keyword arguments for `fn`.
 
     Raises:
@@ -148,7 +152,7 @@ def run_ranks(
     folder = Path(tempfile.mkdtemp(prefix='ranks-'))
     started = time.monotonic()
     try:
-        settings = Settings(folder, world_size, init, timeout_s, dict(env or {}))
+        settings = Settings(folder, world_size, init, timeout_s, dict(env or {}), preload)
         with _processes(settings, payload) as processes:
             timed_out = _wait(processes, folder, started + timeout_s, grace_s)
         outcomes = [_outcome(rank, process, folder) for rank, process in enumerate(processes)]
@@ -167,10 +171,10 @@ def run_ranks(
 
 
 @functools.cache
-def _context() -> Any:
-    """Start the fork server, on the first call, with an environment of its own."""
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['megatron_buffer.testing.preload'])
+def _server(preload: str) -> Any:
+    """Start the fork server that imports `preload`, on the first call, with an environment of its own."""
+    server: Any = multiprocessing.forkserver.ForkServer()
+    server.set_forkserver_preload([preload])
     saved = dict(os.environ)
     try:
         # Python 3.12's fork server forgets the sys.path it was given: hence PYTHONPATH. (A rank is told
@@ -179,21 +183,33 @@ def _context() -> Any:
         # Hashes of strings differ from the caller's: what depends on them gives itself away.
         hash_seed = '2' if saved.get('PYTHONHASHSEED') == '1' else '1'
         os.environ.update(_SERVER_ENV, PYTHONPATH=os.pathsep.join(paths), PYTHONHASHSEED=hash_seed)
-        multiprocessing.forkserver.ensure_running()
+        server.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(saved)
-    return context
+    return server
+
+
+@contextlib.contextmanager
+def _asking(server: Any) -> Iterator[None]:
+    """Let multiprocessing, which knows one fork server only, ask this one for a process."""
+    usual = multiprocessing.forkserver.connect_to_new_process
+    multiprocessing.forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        multiprocessing.forkserver.connect_to_new_process = usual
 
 
 class _Process:
     """A rank's process and the time of its end."""
 
     def __init__(self, settings: Settings, payload: bytes, rank: int) -> None:
-        self._process = _context().Process(
+        self._process: Any = multiprocessing.get_context('forkserver').Process(
             target=run_rank, args=(settings, payload, rank), name=f'rank {rank}', daemon=True
         )
-        self._process.start()
+        with _asking(_server(settings.preload)):
+            self._process.start()
         self.sentinel = self._process.sentinel
         self.exitcode: int | None = None
         self.ended_at: float | None = None

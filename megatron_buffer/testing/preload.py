@@ -28,6 +28,8 @@ def _load() -> None:
     cpu.after_import()
     # Importing megatron.training set the root logger to INFO; Megatron's listings would bury a report.
     logging.getLogger('megatron').setLevel(logging.ERROR)
+    # torch imports it for the first optimizer of a process, which takes longer than a small case.
+    importlib.import_module('torch._dynamo')
     # Test modules import these, where they are installed; better once here than once in every rank.
     for name in ('hypothesis', 'pytest'):
         with contextlib.suppress(ImportError):

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import importlib
 import io
 import multiprocessing.forkserver
 import os
@@ -31,6 +32,7 @@ class Settings:
     init: bool
     timeout_s: float
     env: dict[str, str]
+    preload: str
 
 
 def run_rank(settings: Settings, payload: bytes, rank: int) -> None:
@@ -82,9 +84,7 @@ def _set_environment(settings: Settings, rank: int) -> None:
 
 
 def _call(settings: Settings, payload: bytes, rank: int) -> Any:
-    from megatron_buffer.testing import preload
-
-    preload.check()
+    importlib.import_module(settings.preload).check()
     fn, args, kwargs = unpack(payload)
     if settings.init:
         import torch.distributed as dist
