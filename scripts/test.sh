@@ -3,9 +3,13 @@
 #
 # usage: scripts/test.sh [--slow] [any pytest argument]
 #   --slow   add the slow matrix
+#
+# Files are spread over the cores, up to 8 at a time, each of whose tests may start up to 4 processes of its own;
+# -n 0 runs them one after the other.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
 cd -- "$root"
-exec .venv/bin/python -m pytest "$@"
+cores=$(nproc)
+exec .venv/bin/python -m pytest -n $((cores < 8 ? cores : 8)) --dist loadfile "$@"

@@ -37,12 +37,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         'prediction',
         'gather_guard',
     ),
-    ('buffer', 'recording*', 'gather_chain', 'checkpoint*', 'param_checks'),
+    ('buffer', 'recording*', 'gather_chain', 'checkpoint*', 'param_checks', 'embedding_agreement'),
     ('bucket_groups',),
-    ('optimizer', 'wrap_checks', 'chunk_window'),
+    ('optimizer', 'wrap_checks', 'chunk_window', 'hooks'),
     ('ddp', 'finalize*'),
     ('cpu*',),
     ('patching*', 'planner*'),
+    ('reference*',),
     ('launch*',),
     ('cli*',),
     ('__main__',),
@@ -64,14 +65,23 @@ LIGHT = (
     'planner.command',
     'planner.fold',
     'planner.job',
+    'reference*',
 )
 
 # `setattr` on something that is no module: an argparse namespace, what a rank left behind.
-SETATTR_ON_OBJECTS = {('launch', 'namespace'), ('testing.harness', 'outcome')}
-# Writes into modules: CPU mode, patching, and the names that a constructor sees for its own duration.
-WRITERS = ('patching*', 'cpu*', 'ddp')
-# Upstream's process-wide choice of a collective, put back as it was found.
-RESTORED = {('collectives', '_pgb.dist_reduce_scatter_func')}
+SETATTR_ON_OBJECTS = {
+    ('launch', 'namespace'),
+    ('testing.harness', 'outcome'),
+    ('testing.tiny_model', 'spec.submodules'),
+}
+# Writes into modules: CPU mode, patching, the names that a constructor sees for its own duration, and the
+# plugin for upstream's tests, which has its process to itself.
+WRITERS = ('patching*', 'cpu*', 'ddp', 'testing.upstream_plugin', 'testing.upstream_standins')
+# Process-wide choices, put back as they were found: upstream's collective, multiprocessing's fork server.
+RESTORED = {
+    ('collectives', '_pgb.dist_reduce_scatter_func'),
+    ('testing.harness', 'multiprocessing.forkserver.connect_to_new_process'),
+}
 
 
 class Import(NamedTuple):
