@@ -88,7 +88,10 @@ def by_four(folder: Path, by_two: Any) -> dict[str, Ended]:
 
 
 @pytest.mark.parametrize('name', SAVED_BY_TWO)
-@pytest.mark.parametrize('size', ['by_one', 'by_three', 'by_four'])
+@pytest.mark.parametrize(
+    'size',
+    ['by_one', *(pytest.param(size, marks=pytest.mark.slow) for size in ('by_three', 'by_four'))],
+)
 def test_state_of_two_ranks_goes_on_at_another_number(
     request: pytest.FixtureRequest, by_two: Any, name: str, size: str
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_chain_of_runs_ends_where_one_run_does(by_two: Any, name: str) -> None
         assert run.losses == first.losses
 
 
+@pytest.mark.slow
 def test_the_cases_are_what_they_are_meant_to_be(by_two: Any, by_four: Any) -> None:
     assert by_two['f7 fully_reshardable'][0].layout == [(0, 128, 100), (128, 256, 200)]
     assert by_four['tiny dp_reshardable'].layout == [(0, 384, 300), (384, 128, 65)]
