@@ -39,6 +39,8 @@ def in_whole_bytes(alignment: Alignment, buffer: BufferTraits) -> Alignment:
     A rank's shard of the packed bytes then holds just the parameters of its shard of the gradients.
     Upstream pads both by one rule, which gives other shards where ``dp_size`` is not a power of two.
     """
+    if buffer.values_per_byte == 1:
+        return alignment
     return Alignment(
         math.lcm(alignment.param_start_elems, buffer.values_per_byte),
         math.lcm(alignment.bucket_end_elems, buffer.values_per_byte * buffer.dp_size),

@@ -172,6 +172,8 @@ class CountTracker:
 
     def registrar(self, param: Hashable) -> Callable[[], bool]:
         """``register`` for one parameter, which is looked up here and not at every gradient."""
+        if type(self).register is not CountTracker.register:  # a subclass has its own
+            return partial(self.register, param)
         return partial(self._register_at, self._index[param])
 
     def _register_at(self, index: int) -> bool:
