@@ -55,7 +55,8 @@ class ChecksConfig:
     a tied weight read by another module: error names it; wait waits for it first, which is always right;
     both look at every torch function of the forward pass. learn waits too, but looks in the first three
     steps only, and lets the modules that it found reading wait from then on; warn names it in these
-    steps, once, and changes nothing."""
+    steps, once, and changes nothing. In these steps functions that torch.compile has compiled are
+    compiled once more."""
     export: Literal['warn', 'error', 'gather'] = 'warn'
     """With overlap_param_gather, a state_dict() while a gather was not started yet would hold last step's
     weights: warn or stop, by name, or gather first (then every rank of the data-parallel group must call

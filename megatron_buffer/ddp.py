@@ -1,8 +1,6 @@
 """``DistributedDataParallel``: upstream's wiring around our buffers and bucket groups.
 
-Stands for ``DistributedDataParallel`` (``megatron/core/distributed/distributed_data_parallel.py``). The
-forward pre-hooks are upstream's own: ``transformer/cuda_graphs.py`` recognises them by the module that
-defines them.
+Stands for ``DistributedDataParallel`` (``megatron/core/distributed/distributed_data_parallel.py``).
 """
 
 from __future__ import annotations

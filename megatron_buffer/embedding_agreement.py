@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 
 from megatron_buffer.agreement import check_against_first
 
-# How many chunks with a tied embedding this process has wrapped, per installation: the n-th one of a stage
-# belongs to the n-th one of the others, since every stage wraps the models of a job in the same order.
-_wrapped: dict[int, int] = {}
+# How many chunks with a tied embedding this process has wrapped, per installation and embedding group: the n-th
+# one of a stage belongs to the n-th one of the others, since all wrap the models of a job in the same order.
+_wrapped: dict[tuple[int, str], int] = {}
 
 
 def check_tied_embeddings(ddp: Any, generation: int) -> None:
@@ -30,12 +30,12 @@ def check_tied_embeddings(ddp: Any, generation: int) -> None:
     Raises:
         RankMismatchError: On each rank that differs from the first one of its group.
     """
-    group = _embedding_group()
+    group = _embedding_group(ddp.pp_group)
     lines = [line for buffer in ddp.buffers for line in _describe(buffer, ddp.ddp_config)]
     if group is None or not lines:
         return
-    number = _wrapped[generation] = _wrapped.get(generation, 0) + 1
     ranks = '-'.join(map(str, dist.get_process_group_ranks(group)))
+    number = _wrapped[generation, ranks] = _wrapped.get((generation, ranks), 0) + 1
     check_against_first(
         'the tied embedding in the buffers of its pipeline stages',
         f'embedding/{generation}/{ranks}/{number}',
@@ -43,8 +43,11 @@ def check_tied_embeddings(ddp: Any, generation: int) -> None:
     )
 
 
-def _embedding_group() -> dist.ProcessGroup | None:
+def _embedding_group(pp_group: Any) -> dist.ProcessGroup | None:
+    """Megatron's, unless the model was built on groups of its own."""
     if not parallel_state.model_parallel_is_initialized():
+        return None
+    if pp_group is not parallel_state.get_pipeline_model_parallel_group():
         return None
     group = parallel_state.get_embedding_group(check_initialized=False)
     return group if isinstance(group, dist.ProcessGroup) and group.size() > 1 else None

@@ -21,6 +21,7 @@ from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
 from megatron_buffer.errors import StaleReadError
+from megatron_buffer.hook_identity import as_upstreams
 
 if TYPE_CHECKING:
     from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
@@ -89,16 +90,25 @@ class StaleReads(TorchFunctionMode):
         compiled = policy in ('warn', 'learn') and any(map(_is_compiled, self._modules))
         self._passes_left = 0 if compiled else _LEARNING_PASSES
         self._entered = False
+        self._depth = 0
 
     def begin_forward(self, *unused: Any) -> None:
-        """Watches this pass, if it can find anything."""
+        """Watches this pass, if it can find anything; a pass inside it belongs to it."""
+        if torch.compiler.is_compiling():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
         if self._passes_left and any(group.awaits_gather for group in self._all_groups):
             self.__enter__()
             self._entered = True
 
     def end_forward(self, *unused: Any) -> None:
         """Ends the watch, also when the pass has failed."""
-        if self._entered:
+        if torch.compiler.is_compiling():
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._entered and self._depth == 0:
             self._entered = False
             self.__exit__(None, None, None)
             self._passes_left -= self._policy in ('warn', 'learn')
@@ -144,7 +154,7 @@ class StaleReads(TorchFunctionMode):
                 if mode is not None and group is not None and group.awaits_gather:
                     mode._wait(group)
 
-            reader.register_forward_pre_hook(hook)
+            reader.register_forward_pre_hook(as_upstreams(hook))
             logger.info(
                 '%s is read by another module (%s), which waits for its gather from now on',
                 group.names([param])[0],

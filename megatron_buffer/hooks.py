@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_buffer.hook_identity import as_upstreams
 from megatron_buffer.window import accumulate_late
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def forward_pre_hook(ddp: DistributedDataParallel) -> Callable[..., None]:
             if ddp is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=ddp.skips_next_gather)
 
-    return hook
+    return as_upstreams(hook)
 
 
 def _groups_of(ddp: DistributedDataParallel, params: Any) -> tuple[ParamAndGradBucketGroup, ...]:

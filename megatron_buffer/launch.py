@@ -281,8 +281,7 @@ def _show_uncaught(
 ) -> None:
     """``sys.excepthook`` of a patched tree: bad input is one sentence, a failure names its rank."""
     if isinstance(error, ConfigError | RegistryError):
-        _fail(error, EXIT_BAD_INPUT)
-        return
+        sys.exit(_fail(error, EXIT_BAD_INPUT))  # which an excepthook may do
     try:
         with guard():
             raise error.with_traceback(traceback)

@@ -159,7 +159,7 @@ class _Places:
         self._offsets: list[int] = []
         self._expected: list[int] = []
         for param, (start, _, _) in buffer.param_index_map.items():
-            if has_own_address(param):
+            if has_own_address(param) and param.numel():  # an empty tensor has no address
                 self._params.append(param)
                 self._offsets.append(start * size)
 

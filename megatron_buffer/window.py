@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_buffer.errors import ReadinessError
+from megatron_buffer.hook_identity import as_upstreams
 
 if TYPE_CHECKING:
     from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
@@ -86,7 +87,7 @@ class ForwardUse:
         self._ran: set[str] = set()
         self._once = once
         self._handles = [
-            child.register_forward_pre_hook(self._hook(name))
+            child.register_forward_pre_hook(as_upstreams(self._hook(name)))
             for name, child in module.named_modules()
             if any(param.requires_grad for param in child.parameters(recurse=False))
         ]

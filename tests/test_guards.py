@@ -446,3 +446,81 @@ def _scaled_too_early(rank: int, world_size: int) -> str:
 def test_gradients_are_not_scaled_while_they_are_reduced() -> None:
     for message in run_ranks(_scaled_too_early, 2):
         assert 'finish_grad_sync() first' in message
+
+
+# Megatron's own checks of hooks --------------------------------------------------------------------
+
+
+def _captured(rank: int, world_size: int, config: Any) -> int:
+    """What CudaGraphManager does with the forward hooks of each module before it replays a graph."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    from tests import small_model as sm
+
+    with _activated(config):
+        model = sm.wrap(sm.make_net(), **FLAGS)
+        sm.run_window(model, rank, 0)
+        hooked = 0
+        for module in model.module.modules():
+            CudaGraphManager.call_ddp_preforward_hook(None, module)
+            hooked += len(module._forward_pre_hooks)
+        del model
+    return hooked
+
+
+@pytest.mark.parametrize(
+    'config', ['stock', 'upstream', 'recommended', {'unused_params': 'error'}], ids=str
+)
+def test_cuda_graphs_take_the_forward_hooks_for_megatrons(config: Any) -> None:
+    for hooked in run_ranks(_captured, 2, config):
+        assert hooked > 0
+
+
+def _empty_parameter(rank: int, world_size: int) -> None:
+    """It has no address, wherever it lies."""
+    from tests import small_model as sm
+
+    with _activated('recommended'):
+        net = sm.make_net()
+        net.empty = torch.nn.Parameter(torch.empty(0, 4))
+        model = sm.wrap(net, **FLAGS)
+        model.zero_grad_buffer()
+        model.zero_grad_buffer()
+        del model
+
+
+def test_a_parameter_without_elements_is_where_it_was() -> None:
+    run_ranks(_empty_parameter, 2)
+
+
+def _nested_forward(rank: int, world_size: int) -> int:
+    """A module that calls its own wrapper."""
+    from torch.overrides import _len_torch_function_stack
+
+    from tests import small_model as sm
+
+    class Nested(sm.Net):
+        wrapper: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.wrapper:
+                wrapper, self.wrapper = self.wrapper.pop(), None
+                wrapper(x)
+            return super().forward(x)
+
+    with _activated('upstream'):
+        net = Nested()
+        model = sm.wrap(net, **FLAGS)
+        optimizer = _optimizer(model)
+        before = _len_torch_function_stack()
+        for step in range(3):
+            sm.run_window(model, rank, step)
+            optimizer.step()
+            net.wrapper = [model]
+        del model, optimizer
+        net.wrapper = None
+    return _len_torch_function_stack() - before
+
+
+def test_a_forward_inside_a_forward_leaves_no_watch_behind() -> None:
+    assert run_ranks(_nested_forward, 2) == [0, 0]

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ('profile', 'record_request'),
     ('strategies*',),
     ('layout*', 'bucket_size'),
-    ('runtime',),
+    ('runtime', 'hook_identity'),
     (
         'param_layout',
         'collectives*',
