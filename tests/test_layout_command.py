@@ -40,6 +40,7 @@ def layouts(runs: list[list[str]]) -> list[tuple[int, str]]:
 BUCKETINGS = ['upstream', *(name for name in shipped_configs() if '/bucketing-' in name)]
 
 
+@pytest.mark.slow
 def test_32_layers_on_one_screen_for_each_bucketing() -> None:
     jobs = {'llama3_8b': ['--dp', '8'], 'mixtral_8x7b': ['--dp', '16', '--ep', '8', '--tp', '2']}
     runs = [
@@ -59,6 +60,7 @@ def test_32_layers_on_one_screen_for_each_bucketing() -> None:
             assert '…' not in text, arguments  # rich's mark on what it had to cut off
 
 
+@pytest.mark.slow
 def test_a_layer_per_bucket_is_two_lines_and_a_repetition() -> None:
     runs = [
         ['ablations/bucketing-per_module', '--model', 'llama3_8b', '--dp', '8'],
@@ -363,6 +365,7 @@ def _figure(rank: int, world_size: int, path: str) -> int:
     return layout('--model', 'llama3_8b', '--dp', '8', '--plot', path)[0]
 
 
+@pytest.mark.slow
 def test_figure_of_32_layers_shows_every_bucket(tmp_path: Path) -> None:
     pytest.importorskip('matplotlib', reason='needs the plot extra')
     path = tmp_path / 'x.svg'

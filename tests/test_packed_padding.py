@@ -52,7 +52,9 @@ def test_byte_aligned_counts_bytes_of_the_storage() -> None:
 def test_shards_hold_whole_bytes(
     name: str, numels: list[int], dp: int, bucket_size: int | None
 ) -> None:
-    strategies = LayoutStrategies.from_config(BufferConfig(padding=PADDINGS[name](**WHOLE.get(name, {}))))
+    strategies = LayoutStrategies.from_config(
+        BufferConfig(padding=PADDINGS[name](**WHOLE.get(name, {})))
+    )
     specs = [ParamSpec(numel_elems=numel) for numel in numels]
     layout = compute_buffer_layout(
         specs,
