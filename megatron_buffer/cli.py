@@ -32,6 +32,7 @@ from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import ConfigError, LayoutError, RegistryError
 from megatron_buffer.planner import command as planner
+from megatron_buffer.planner import plan_command
 from megatron_buffer.reference import command as reference
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     add('strategies', strategies, 'list every axis and the strategies that a config can name')
     sub = add('layout', layout, planner.SUMMARY)
     planner.add_layout_arguments(sub)
+    sub = add('plan', plan, plan_command.SUMMARY)
+    plan_command.add_plan_arguments(sub)
     sub = add('diff', reference.diff, reference.SUMMARY)
     reference.add_diff_arguments(sub)
     add('doctor', doctor, 'check whether the buffer can be installed into Megatron-Core here')
@@ -286,6 +289,15 @@ def layout(options: argparse.Namespace) -> int:
     """Shows the layout of a config on a model, or what differs between two of them."""
     try:
         return planner.layout(options, _console())
+    except LayoutError as error:
+        _say_error(error)
+        return BAD_INPUT
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Says what the buffers of every rank of a job weigh, and what goes over the wire."""
+    try:
+        return plan_command.plan(options, _console())
     except LayoutError as error:
         _say_error(error)
         return BAD_INPUT

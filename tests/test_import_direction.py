@@ -62,9 +62,15 @@ LIGHT = (
     'record_request',
     'planner',
     'planner.architecture',
+    'planner.averages',
     'planner.command',
     'planner.fold',
+    'planner.hf',
     'planner.job',
+    'planner.ledger',
+    'planner.megatron_args',
+    'planner.plan_command',
+    'planner.units',
     'reference*',
 )
 

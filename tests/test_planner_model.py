@@ -13,7 +13,9 @@ from tests.harness import run_ranks
 
 # As published with each model: the totals of the safetensors files on the Hugging Face hub. DeepSeek-V3
 # counts one routing bias per expert of 58 layers, which Megatron keeps outside of the parameters.
+# The 7.5B GPT's paper (Narayanan et al. 2021) has a formula, without the two vectors of the last norm.
 PUBLISHED = {
+    'article_7b': 36 * (12 * 4096**2 + 13 * 4096) + (51200 + 2048) * 4096 + 2 * 4096,
     'llama3_8b': 8_030_261_248,
     'llama3_70b': 70_553_706_496,
     'llama3_405b': 405_853_388_800,

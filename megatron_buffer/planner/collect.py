@@ -160,6 +160,7 @@ def _lay_out(
             grad_bytes=key.grad_dtype.itemsize,
             pp_rank=job.pp_rank,
             vp_stage=job.chunk,
+            values_per_byte=ddp.values_per_byte if key.param_dtype == torch.uint8 else 1,
         )
         # An order does not know the number of shards: the runtime orders before it has one.
         order = layout_order(

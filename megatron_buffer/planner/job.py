@@ -115,6 +115,8 @@ class DdpOptions:
     bucket_size: int | None = None
     num_buckets: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
+    values_per_byte: int = 1
+    """Elements that share a byte of quantized parameters: 2 for NVFP4."""
 
     def __post_init__(self) -> None:
         for option, value in (

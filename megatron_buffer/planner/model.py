@@ -38,6 +38,7 @@ _GIVEN_BY_THE_JOB: Mapping[str, str] = {
     'pipeline_dtype': '--bf16, --fp16 or --fp32',
 }
 _SET_HERE = ('perform_initialization', 'use_cpu_initialization', 'init_model_with_meta_device')
+_MAY_BE_NULL = ('q_lora_rank',)  # its type says int; without it queries are not compressed
 _NOT_FROM_YAML = (
     *('self', 'config', 'transformer_layer_spec', 'pre_process', 'post_process', 'mtp_block_spec'),
     *('pg_collection', 'vp_stage'),
@@ -129,6 +130,7 @@ def _build_chunk(
     stage: dict[str, Any] = {'ignore_virtual': False, 'vp_stage': vp_stage}
     try:
         config = _transformer_config(config_values, job, dtype)
+        only_kv_norm = _only_kv_norm(config)
         spec: Any = specs.get_gpt_decoder_block_spec(
             config,
             use_transformer_engine=False,
@@ -154,6 +156,8 @@ def _build_chunk(
                 vp_stage=vp_stage,
                 **options,
             )
+            if only_kv_norm:
+                _add_kv_norms(model, config)
             return Float16Module(config, model) if dtype != torch.float32 else model
     except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError) as error:
         problem = error
@@ -178,6 +182,28 @@ def _replace_mla_core(config: Any, layer: Any) -> None:
     """Of multi-latent attention Megatron's local core cannot be built; it has no parameters anyway."""
     if config.multi_latent_attention:
         layer.submodules.self_attention.submodules.core_attention = _NoParams
+
+
+def _only_kv_norm(config: Any) -> bool:
+    """Whether keys and values are normed and queries, which are not compressed, are not.
+
+    Megatron then wants Transformer Engine's linear with a norm in it, so the model is built without and
+    given the norms afterwards. Turns ``qk_layernorm`` off.
+    """
+    found = config.multi_latent_attention and config.q_lora_rank is None and config.qk_layernorm
+    if found:
+        config.qk_layernorm = False
+    return found
+
+
+def _add_kv_norms(model: torch.nn.Module, config: Any) -> None:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for module in model.modules():
+        if isinstance(module, MLASelfAttention):
+            norm: Any = WrappedTorchNorm(config, config.kv_lora_rank, config.layernorm_epsilon)
+            module.kv_layernorm = norm
 
 
 def _params_of(model: torch.nn.Module) -> list[PlannedParam]:
@@ -260,6 +286,8 @@ def _sort_values(
 
 
 def _checked(architecture: Architecture, key: str, value: Any, hint: Any) -> Any:
+    if value is None and key in _MAY_BE_NULL:
+        return None
     if key == 'activation_func':
         return _activation(architecture, value)
     if 'Callable' in str(hint):

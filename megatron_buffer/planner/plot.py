@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_buffer.errors import ConfigError
-from megatron_buffer.planner.render import amount
+from megatron_buffer.planner.units import amount
 from megatron_buffer.planner.view import BufferView, LayoutView
 
 # Of Okabe and Ito's palette, which any colour vision can tell apart, those that black text is legible on.

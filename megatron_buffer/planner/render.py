@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megatron_buffer.planner.fold import Item, Repeat, Skipped, fold, lines, shorten
 from megatron_buffer.planner.params import short_dtype
+from megatron_buffer.planner.units import amount
 from megatron_buffer.planner.view import BufferView, LayoutView
 
 _SCREEN_LINES = 58
@@ -273,14 +274,6 @@ def _share(view: LayoutView, folded: dict[int, list[Item]], room: int) -> None:
         part = max(_MIN_TABLE_LINES, room // left)
         folded[buffer.index] = shorten(folded[buffer.index], part, height)
         room -= lines(folded[buffer.index], height)
-
-
-def amount(elems: int) -> str:
-    """A number of elements in three or four digits: ``8.03 B``, ``524.3 M``, ``4,096``."""
-    for unit, size in (('B', 10**9), ('M', 10**6)):
-        if elems >= size:
-            return f'{elems / size:.{2 if unit == "B" else 1}f} {unit}'
-    return f'{elems:,}'
 
 
 def ranges(numbers: Sequence[int], most: int = 8) -> str:
