@@ -74,6 +74,7 @@ def _packed_layouts(rank: int, world_size: int) -> tuple[int, int]:
 
     def packed(cls: Any, layout: Any, params: list[Any], config: Any, dp: int) -> Any:
         buffer = object.__new__(cls)
+        buffer.runtime = in_force
         buffer.ddp_config, buffer.data_parallel_world_size = config, dp
         buffer.param_index_map, buffer.bucket_indices = (
             layout.param_index_map,
@@ -150,7 +151,11 @@ def _foreign_layout(rank: int, world_size: int) -> str:
     key = BufferKey(torch.uint8, torch.bfloat16, False, False)
     try:
         megatron_buffer.DistributedDataParallel(
-            transformer_config(), config, module, full_param_layout=FullParamLayout({key: layout})
+            transformer_config(),
+            config,
+            module,
+            full_param_layout=FullParamLayout({key: layout}),
+            buffer_config={'padding': {'name': 'megatron', 'whole_bytes': True}},
         )
     except megatron_buffer.errors.LayoutError as error:
         return str(error)
