@@ -15,6 +15,7 @@ import torch
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.errors import LayoutError, ParamStorageError
 from megatron_buffer.param_layout import compute_default_per_buffer_param_layout, is_packed
+from megatron_buffer.strategies.padding import keeps_whole_bytes
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
             LayoutError: If a parameter or a shard starts inside a byte.
         """
         dist_opt = self.ddp_config.use_distributed_optimizer
-        if not (dist_opt and getattr(self.runtime.config.padding, 'whole_bytes', True)):
+        if not (dist_opt and keeps_whole_bytes(self.runtime.layout.padding)):
             super()._compute_nvfp4_packed_layout(params_with_names)
             if dist_opt and self.data_parallel_world_size > 1:
                 self._warn_of_other_shards(params_with_names)

@@ -25,6 +25,7 @@ from megatron_buffer.strategies.padding import (
     Alignment,
     Padding,
     in_whole_bytes,
+    keeps_whole_bytes,
     round_up,
 )
 from megatron_buffer.strategies.registry import make_strategy
@@ -205,7 +206,7 @@ def compute_buffer_layout(
     alignment = UNPADDED
     if dist_opt:
         alignment = strategies.padding.alignment(buffer)
-        if getattr(strategies.padding, 'whole_bytes', True):
+        if keeps_whole_bytes(strategies.padding):
             alignment = in_whole_bytes(alignment, buffer)
     return _place(
         [(index, specs[index]) for index in order],

@@ -18,7 +18,7 @@ import torch
 
 from tests.harness import RankOutcome, run_ranks
 from tests.test_guards import _borrowed
-from tests.test_window import _Branching, _synced_backwards
+from tests.test_window import _branching, _synced_backwards
 
 DIST_OPT: dict[str, Any] = {
     'use_distributed_optimizer': True,
@@ -89,21 +89,7 @@ def _unused(rank: int, world_size: int) -> list[str]:
 
 def _branches(rank: int, world_size: int) -> list[str]:
     """Rank 1 skips the middle layer."""
-    from tests import small_model as sm
-
-    model = sm.wrap(_Branching(rank == 1), **{**PLAIN, 'bucket_size': 1})
-    wrong = []
-    for step in range(3):
-        model.zero_grad_buffer()
-        model(sm.batch(rank, step, 0)).square().mean().backward()
-        model.finish_grad_sync()
-        nets = [_Branching(other == 1) for other in range(world_size)]
-        for other, net in enumerate(nets):
-            (net(sm.batch(other, step, 0)).square().mean() / world_size).backward()
-        grads = [{n: p.grad for n, p in net.named_parameters()} for net in nets]
-        expected = {n: sum(g[n] for g in grads if g[n] is not None).flatten() for n in grads[0]}
-        wrong += sm.differences(sm.owned_main_grads(model), expected)
-    return wrong
+    return _branching(rank, world_size, 'stock', bucket_size=1)
 
 
 def _second_model(rank: int, world_size: int) -> list[str]:

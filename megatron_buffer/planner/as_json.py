@@ -76,20 +76,7 @@ def layout_as_dict(view: LayoutView, *, with_params: bool = True) -> dict[str, A
 
 
 def _job(job: Job) -> dict[str, Any]:
-    return {
-        'world_size': job.world_size,
-        'tp': job.tp,
-        'pp': job.pp,
-        'vpp': job.vpp,
-        'dp': job.dp,
-        'cp': job.cp,
-        'ep': job.ep,
-        'etp': job.expert_tp,
-        'expert_dp': job.expert_dp_size,
-        'instances': job.instances,
-        'pp_rank': job.pp_rank,
-        'chunk': job.chunk,
-    }
+    return {**job.sizes(), 'pp_rank': job.pp_rank, 'chunk': job.chunk}
 
 
 def _ddp(ddp: DdpOptions) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def averages_as_dict(found: Averages, params: int, job: Job) -> dict[str, Any]:
         'grad_wire_bytes_per_iter': found.wire.grad_wire_bytes,
         'param_wire_bytes_per_iter': found.wire.param_wire_bytes,
         'padding_bound_elems': found.padding_bound_elems,
-        'job': job_as_dict(job) | {'params': params, 'params_per_rank_elems': found.params_elems},
+        'job': job.sizes() | {'params': params, 'params_per_rank_elems': found.params_elems},
         'rank': {
             'shard_elems': found.bucket_size_elems // found.sizes.num_shards,
             'shard_bytes': found.bucket_bytes // found.sizes.num_shards,
@@ -227,19 +227,3 @@ def averages_as_dict(found: Averages, params: int, job: Job) -> dict[str, Any]:
 def memory_as_dict(memory: ledger.Memory) -> dict[str, int]:
     """The fields, and ``resident_bytes``."""
     return {**memory._asdict(), 'resident_bytes': memory.resident_bytes}
-
-
-def job_as_dict(job: Job) -> dict[str, int]:
-    """The parallel sizes."""
-    return {
-        'world_size': job.world_size,
-        'tp': job.tp,
-        'pp': job.pp,
-        'vpp': job.vpp,
-        'dp': job.dp,
-        'cp': job.cp,
-        'ep': job.ep,
-        'etp': job.expert_tp,
-        'expert_dp': job.expert_dp_size,
-        'instances': job.instances,
-    }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_buffer.config import load_config, shipped_names
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import load_architecture, plain_name, shipped_models
+from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_sizes
 from megatron_buffer.planner.job import DdpOptions, Job
 
 if TYPE_CHECKING:
@@ -60,28 +61,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         'pipeline_synced|expert|quantized] in the order of forward, or the same as YAML or JSON',
     )
     dtypes = what.add_mutually_exclusive_group()
-    for dtype in ('bf16', 'fp16', 'fp32'):
-        dtypes.add_argument(
-            f'--{dtype}',
-            dest='dtype',
-            action='store_const',
-            const=dtype,
-            help=f'parameters are {dtype}{" (default)" if dtype == "bf16" else ""}',
-        )
+    add_dtypes(dtypes)
     job = parser.add_argument_group('parallelism')
-    for option, text in (
-        ('tp', 'tensor-parallel size'),
-        ('pp', 'pipeline-parallel size'),
-        ('vpp', 'model chunks per pipeline stage'),
-        ('dp', 'data-parallel size'),
-        ('cp', 'context-parallel size'),
-        ('ep', 'expert-parallel size'),
-        ('etp', 'tensor-parallel size of experts (default: that of --tp)'),
-        ('instances', 'num_distributed_optimizer_instances'),
-    ):
-        job.add_argument(
-            f'--{option}', type=int, metavar='N', default=None if option == 'etp' else 1, help=text
-        )
+    add_sizes(job)
     job.add_argument(
         '--rank-stage', type=int, default=0, metavar='S', help='the pipeline stage to show, from 0'
     )
@@ -102,17 +84,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         const='fp32',
         help='the same as --grad-dtype fp32',
     )
-    ddp.add_argument('--no-dist-opt', action='store_true', help='without the distributed optimizer')
-    ddp.add_argument(
-        '--no-overlap', action='store_true', help='without overlap_grad_reduce and _param_gather'
-    )
-    ddp.add_argument(
-        '--bucket-size', type=int, metavar='N', help='ddp_config.bucket_size, elements'
-    )
-    ddp.add_argument('--num-buckets', type=int, metavar='N', help='ddp_config.num_buckets')
-    ddp.add_argument(
-        '--high-busbw', action='store_true', help='ddp_config.pad_buckets_for_high_nccl_busbw'
-    )
+    add_ddp(ddp)
     out = parser.add_argument_group('output')
     detail = out.add_mutually_exclusive_group()
     detail.add_argument(

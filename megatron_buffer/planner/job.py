@@ -68,6 +68,21 @@ class Job:
                     f'--instances {self.instances}: does not divide the {size} {what}'
                 )
 
+    def sizes(self) -> dict[str, int]:
+        """The parallel sizes, as JSON names them."""
+        return {
+            'world_size': self.world_size,
+            'tp': self.tp,
+            'pp': self.pp,
+            'vpp': self.vpp,
+            'dp': self.dp,
+            'cp': self.cp,
+            'ep': self.ep,
+            'etp': self.expert_tp,
+            'expert_dp': self.expert_dp_size,
+            'instances': self.instances,
+        }
+
     @property
     def expert_tp(self) -> int:
         """Tensor parallelism of experts."""

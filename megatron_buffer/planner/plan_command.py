@@ -20,6 +20,7 @@ from megatron_buffer.planner.architecture import (
     plain_name,
     shipped_models,
 )
+from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_sizes
 from megatron_buffer.planner.hf import FAMILIES, load_hf
 from megatron_buffer.planner.job import DdpOptions, Job
 from megatron_buffer.planner.megatron_args import Flags, apply_flags, read_flags
@@ -67,46 +68,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='N',
         help='ranks of the job, instead of --dp: tp x pp x cp x dp',
     )
-    for option, text in (
-        ('tp', 'tensor-parallel size'),
-        ('pp', 'pipeline-parallel size'),
-        ('vpp', 'model chunks per pipeline stage'),
-        ('cp', 'context-parallel size'),
-        ('ep', 'expert-parallel size'),
-        ('etp', 'tensor-parallel size of experts (default: that of --tp)'),
-        ('instances', 'num_distributed_optimizer_instances'),
-    ):
-        default = None if option == 'etp' else 1
-        job.add_argument(f'--{option}', type=int, metavar='N', default=default, help=text)
+    add_sizes(job, leave_out='dp')
     _add_dtypes(parser)
     ddp = parser.add_argument_group('DDP')
     ddp.add_argument(
         '--config', metavar='CONFIG', help='a YAML file or shipped config (default: upstream)'
     )
-    ddp.add_argument('--no-dist-opt', action='store_true', help='without the distributed optimizer')
-    ddp.add_argument(
-        '--no-overlap', action='store_true', help='without overlap_grad_reduce and _param_gather'
-    )
-    ddp.add_argument(
-        '--bucket-size', type=int, metavar='N', help='ddp_config.bucket_size, elements'
-    )
-    ddp.add_argument('--num-buckets', type=int, metavar='N', help='ddp_config.num_buckets')
-    ddp.add_argument(
-        '--high-busbw', action='store_true', help='ddp_config.pad_buckets_for_high_nccl_busbw'
-    )
+    add_ddp(ddp)
 
 
 def _add_dtypes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('dtypes')
     dtypes = group.add_mutually_exclusive_group()
-    for dtype in ('bf16', 'fp16', 'fp32'):
-        dtypes.add_argument(
-            f'--{dtype}',
-            dest='dtype',
-            action='store_const',
-            const=dtype,
-            help=f'parameters are {dtype}{" (default)" if dtype == "bf16" else ""}',
-        )
+    add_dtypes(dtypes)
     group.add_argument(
         '--grads',
         choices=('fp32', 'bf16', 'fp16'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_buffer.planner.averages import job_as_dict, memory_as_dict
+from megatron_buffer.planner.averages import memory_as_dict
 from megatron_buffer.planner.ledger import Memory, Wire
 from megatron_buffer.planner.params import short_dtype
 from megatron_buffer.planner.stages import Ask, BufferLedger, ChunkLedger, StageLedger
@@ -36,7 +36,7 @@ def plan_as_dict(stages: Sequence[StageLedger], ask: Ask, notes: Sequence[str]) 
         'kind': 'layout',
         'model': ask.model,
         'config': {'source': config.source, 'hash': ask.runtime.hash, 'short': config.short_str()},
-        'job': job_as_dict(first.job),
+        'job': first.job.sizes(),
         'ddp': {
             'use_distributed_optimizer': ask.ddp.use_distributed_optimizer,
             'overlap': ask.ddp.overlap,

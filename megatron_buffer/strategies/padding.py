@@ -47,6 +47,11 @@ def in_whole_bytes(alignment: Alignment, buffer: BufferTraits) -> Alignment:
     )
 
 
+def keeps_whole_bytes(padding: Padding) -> bool:
+    """Whether a padding puts packed bytes where the layout has the values; only Megatron's may not."""
+    return getattr(padding, 'whole_bytes', True)
+
+
 class Padding(Protocol):
     """Chooses the alignment of a buffer whose buckets are sharded."""
 
