@@ -4,7 +4,7 @@
 # usage: scripts/test.sh [--slow] [any pytest argument]
 #   --slow   add the slow matrix
 #
-# Files are spread over the cores, up to 8 at a time, each of whose tests may start up to 4 processes of its own;
+# Tests are spread over the cores, up to 8 at a time, each of which may start up to 4 processes of its own;
 # -n 0 runs them one after the other.
 set -euo pipefail
 
@@ -12,4 +12,4 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
 cd -- "$root"
 cores=$(nproc)
-exec .venv/bin/python -m pytest -n $((cores < 8 ? cores : 8)) --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n $((cores < 8 ? cores : 8)) --dist worksteal "$@"

@@ -134,7 +134,7 @@ def _reduce_all(rank: int, world_size: int, overlap: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize('world_size', [2, 4])
+@pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('overlap', [False, True])
 def test_every_reduction_equals_the_closed_form(overlap: bool, world_size: int) -> None:
     """All kinds, ops, scalings, gradient dtypes (one or two of them in the group) and wire dtypes."""

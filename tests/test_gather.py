@@ -71,7 +71,7 @@ def _same_bits(rank: int, world_size: int, case: TrainCase, config: Any) -> list
 
 BITS = [
     (2, FULL, EAGER),
-    (4, replace(FULL, moe=True, ep=2), EAGER),
+    pytest.param(4, replace(FULL, moe=True, ep=2), EAGER, marks=slow),
     (2, FULL, {'param_gather': 'per_dtype'}),
     pytest.param(2, replace(FULL, bucket_size=1), EAGER, marks=slow),
     pytest.param(2, replace(FULL, pp=2), EAGER, marks=slow),

@@ -37,7 +37,6 @@ class Group:
 
 DEFAULT = [
     Group('ep2 x tp2', 4, [full(**EP_TP)]),
-    Group('ep2 x tp2 with experts whole', 4, [full(**EP_TP, etp=1)], UPSTREAM),
     Group('pp2 x vpp2 untied', 4, [full(**VPP, tied=False)], UPSTREAM),
     Group('instances', 4, [full(instances=2)], UPSTREAM),
 ]
@@ -109,9 +108,10 @@ SLOW = [
         'ep2 x tp2, allgather', 4, [full(**EP_TP, dispatcher='allgather'), full(**EP_TP, **PLAIN)]
     ),
     Group(
-        'ep2 x tp2 with experts whole, other paths',
+        'ep2 x tp2 with experts whole',
         4,
         [
+            full(**EP_TP, etp=1),
             full(**EP_TP, etp=1, dispatcher='allgather'),
             full(**EP_TP, etp=1, average_in_collective=True),
             full(**EP_TP, etp=1, **PLAIN),

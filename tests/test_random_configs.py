@@ -26,7 +26,7 @@ from tests.covering import Choice, Row, covering_rows, pairs_of, possible_pairs
 from tests.harness import run_ranks
 from tests.tiny_gpt import TrainCase
 
-COUNT, BY_DEFAULT = 200, 24
+COUNT, BY_DEFAULT = 200, 12
 ROWS_AT_ONCE = 25
 PROFILE = 'PROFILE'  # stands for the path of a recorded profile
 NARROW_RTOL = 2.0**-6

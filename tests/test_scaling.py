@@ -201,7 +201,9 @@ BITS = [
     pytest.param(4, replace(FULL, instances=2), POSTSCALE, {}),
     # What ddp_config.average_in_collective does, without it.
     pytest.param(2, FULL, AVERAGE, {'average_in_collective': True}, marks=slow),
-    pytest.param(4, replace(FULL, moe=True, ep=2), AVERAGE, {'average_in_collective': True}),
+    pytest.param(
+        4, replace(FULL, moe=True, ep=2), AVERAGE, {'average_in_collective': True}, marks=slow
+    ),
     pytest.param(
         4, replace(FULL, instances=2), AVERAGE, {'average_in_collective': True}, marks=slow
     ),
