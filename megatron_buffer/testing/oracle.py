@@ -52,7 +52,7 @@ def oracle(case: TrainCase, dp: int | None = None) -> OracleResult:
     if mine:
         init_parallel(case)
     torch.manual_seed(case.seed)
-    model = build_model(case, whole=True)
+    model = build_model(case, whole=True).cuda()
     params = dict(model.named_parameters())
     flat = [p for n, p in params.items() if n.endswith('bias') or p.ndim == 1]
     decayed = [p for p in params.values() if all(p is not q for q in flat)]

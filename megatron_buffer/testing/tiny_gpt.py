@@ -185,7 +185,7 @@ def wrap(
 def _bare_chunk(case: TrainCase, index: int, alter: Callable[[torch.nn.Module], None]) -> Any:
     from megatron.core.transformer.module import Float16Module
 
-    model = build_model(case, index if case.vpp else None)
+    model = build_model(case, index if case.vpp else None).cuda()
     alter(model)
     config: Any = model.config
     return model if case.dtype == 'fp32' else Float16Module(config, model)

@@ -187,7 +187,7 @@ def batch(
     counted[:, :: SEQUENCE // case.cp] = 1
     part = slice(cp_rank * SEQUENCE // case.cp, (cp_rank + 1) * SEQUENCE // case.cp)
     whole = (text[:, :-1], text[:, 1:], counted)
-    return tuple(tensor[:, part].contiguous() for tensor in whole)
+    return tuple(tensor[:, part].contiguous().cuda() for tensor in whole)  # CPU mode: stays
 
 
 def call_model(
@@ -195,8 +195,8 @@ def call_model(
 ) -> torch.Tensor:
     """Return the loss of every token."""
     length = tokens.shape[1]
-    future = torch.ones(1, 1, length, length).triu(1).bool()
-    positions = torch.arange(cp_rank * length, (cp_rank + 1) * length).expand_as(tokens)
+    future = torch.ones(1, 1, length, length, device=tokens.device).triu(1).bool()
+    positions = torch.arange(length, device=tokens.device).expand_as(tokens) + cp_rank * length
     return model(tokens, positions, future, labels=labels)
 
 

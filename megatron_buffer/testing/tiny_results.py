@@ -65,7 +65,7 @@ def whole_grads(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
         for bucket in group.buckets:
             for param in bucket.params_list:
                 name = names[param]
-                grad = torch.zeros(param.numel())
+                grad = torch.zeros(param.numel(), device=param.device)
                 if name in ranges:
                     first, last = ranges[name]
                     grad[first:last] = owned[name].float()
