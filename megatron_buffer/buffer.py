@@ -14,7 +14,12 @@ import torch
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.errors import LayoutError, ParamStorageError
-from megatron_buffer.param_layout import compute_default_per_buffer_param_layout, is_packed
+from megatron_buffer.param_layout import (
+    compute_default_per_buffer_param_layout,
+    has_own_address,
+    is_packed,
+    uses_quantized_storage,
+)
 from megatron_buffer.strategies.padding import keeps_whole_bytes
 
 _pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
@@ -54,6 +59,7 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
                 [param for param, _ in params_with_names], bucket_size
             )
         if ddp_config.use_distributed_optimizer:
+            self._check_grouped_params(params_with_names)
             self._check_packed_params(params_with_names)
         kwargs['param_layout'] = param_layout
         super().__init__(
@@ -67,6 +73,19 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
             *args,
             **kwargs,
         )
+
+    @staticmethod
+    def _check_grouped_params(params_with_names: list[tuple[torch.nn.Parameter, str]]) -> None:
+        """Megatron-Core 0.18 mounts the wrapper of a grouped tensor and leaves the matrices where they are."""
+        if hasattr(_pgb, 'is_grouped_tensor'):
+            return
+        for param, name in params_with_names:
+            if not (uses_quantized_storage(param) or has_own_address(param)):
+                raise LayoutError(
+                    f'buffer: {name} is a {type(param).__name__}, a wrapper of other tensors, which this '
+                    'version of Megatron-Core cannot place in its buffer: the weights that the module uses '
+                    'would never be updated. Turn single grouped weights off, or use Megatron-Core 0.19'
+                )
 
     @staticmethod
     def _check_packed_params(params_with_names: list[tuple[torch.nn.Parameter, str]]) -> None:

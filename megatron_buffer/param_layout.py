@@ -47,9 +47,17 @@ def is_packed(param: torch.nn.Parameter) -> bool:
 
 
 def has_own_address(param: torch.nn.Parameter) -> bool:
-    """False for Transformer Engine's tensors: quantized ones, and grouped ones, are wrappers of others."""
-    is_grouped = getattr(_pgb, 'is_grouped_tensor', lambda param: False)
-    return not uses_quantized_storage(param) and not is_grouped(param)
+    """False for Transformer Engine's tensors: quantized ones, and grouped ones, are wrappers of others.
+
+    0.18 has no name for grouped tensors; what all wrappers have in common is a storage without an address.
+    """
+    if uses_quantized_storage(param):
+        return False
+    try:
+        param.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_params_for_buffers(

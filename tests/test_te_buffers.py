@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,7 @@ def _packed_layouts(rank: int, world_size: int) -> tuple[int, int]:
         buffer._compute_nvfp4_packed_layout([(param, 'p') for param in params])
         return buffer.nvfp4_packed_param_index_map, buffer.nvfp4_packed_bucket_indices
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
     @given(
         st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=6),
         st.sampled_from([1, 2, 3, 5, 6, 8, 12, 24, 64, 96, 128, 256, 384]),
@@ -125,8 +126,8 @@ def _packed_layouts(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_packed_layouts_equal_stocks_wherever_stocks_shards_are_right() -> None:
     [(right, wrong)] = run_te_ranks(_packed_layouts, 1, init=False)
-    assert right > 50
-    assert wrong > 20
+    assert right > 20
+    assert wrong > 8
 
 
 def _foreign_layout(rank: int, world_size: int) -> str:
@@ -328,4 +329,14 @@ def test_grouped_parameters(recipe: str) -> None:
     case = QuantCase(recipe=recipe, reuse=recipe == 'mxfp8', grouped=True, widths=(64, 96, 64))
     arms = [{'bucket_groups': 'nearest_ready'}, Installed('upstream')]
     nothing = {'alone': [], **{str(arm): [] for arm in arms}}
-    assert run_te_ranks(parity, 2, case, arms) == [nothing] * 2
+    if run_te_ranks(_core_knows_grouped_tensors, 1, init=False) == [True]:
+        assert run_te_ranks(parity, 2, case, arms) == [nothing] * 2
+    else:  # 0.18: stock trains copies that nobody reads
+        for outcome in run_te_ranks(parity, 2, case, arms, expect_failure=True):
+            assert outcome.error_type == 'LayoutError'
+            assert 'use Megatron-Core 0.19' in outcome.error
+
+
+def _core_knows_grouped_tensors(rank: int, world_size: int) -> bool:
+    pgb = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
+    return hasattr(pgb, 'is_grouped_tensor')
