@@ -62,7 +62,7 @@ def run_python(code: str, **env: str) -> str:
         env=environment | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -408,7 +408,7 @@ def _coalesced(rank: int, world_size: int, dtypes: list[str], async_ops: bool, h
     ids='+'.join,
 )
 def test_coalesced_mixed_dtypes(dtypes: list[str], held: bool, async_ops: bool) -> None:
-    run_ranks(_coalesced, 2, dtypes, async_ops, held, timeout_s=60)
+    run_ranks(_coalesced, 2, dtypes, async_ops, held, timeout_s=240)
 
 
 def _coalesced_on_gloo_alone(rank: int, world_size: int) -> bool:
@@ -458,7 +458,7 @@ def _uneven(rank: int, world_size: int, async_op: bool) -> None:
 
 @pytest.mark.parametrize('async_op', [False, True], ids=['sync', 'async'])
 def test_uneven_collectives(async_op: bool) -> None:
-    run_ranks(_uneven, 3, async_op, timeout_s=60)
+    run_ranks(_uneven, 3, async_op, timeout_s=240)
 
 
 def _nccl_means_gloo(rank: int, world_size: int, backend: str | None, store: str) -> None:

@@ -510,7 +510,7 @@ def _half_of_the_groups_disagree(rank: int, world_size: int) -> str:
 
 def test_a_mismatch_leaves_nobody_waiting() -> None:
     # Data-parallel groups are 0, 2 and 1, 3; tensor-parallel ones 0, 1 and 2, 3.
-    messages = run_ranks(_half_of_the_groups_disagree, 4, timeout_s=60)
+    messages = run_ranks(_half_of_the_groups_disagree, 4, timeout_s=240)
     assert ['data-parallel' in m for m in messages] == [True, False, True, False]
     assert messages[1] == ''
     assert 'tensor-parallel' in messages[3]
@@ -591,7 +591,7 @@ def _installed_configs_differ(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize(('how', 'named'), [('padding', 'config hash'), ('unchecked', 'false')])
 def test_configs_that_differ_between_ranks_without_a_common_group(how: str, named: str) -> None:
     outcomes = run_ranks(
-        _installed_configs_differ, 2, how, expect_failure=True, timeout_s=60, grace_s=20
+        _installed_configs_differ, 2, how, expect_failure=True, timeout_s=240, grace_s=20
     )
     errors = {outcome.error_type: outcome.error for outcome in outcomes}
     assert set(errors) == {'RankMismatchError', 'RankFailure'}

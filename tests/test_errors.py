@@ -232,7 +232,7 @@ def test_a_failure_of_an_earlier_process_group_does_not_reach_the_next() -> None
 
     # Here, not in a rank: whoever hosts the store must be the last to leave.
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    found = run_ranks(_second_group, 2, store.port, init=False, timeout_s=60)
+    found = run_ranks(_second_group, 2, store.port, init=False, timeout_s=240)
     assert found == ['fine', 'fine']
 
 

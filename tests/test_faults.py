@@ -183,7 +183,7 @@ def _run(rank: int, world_size: int, fault: str, arm: str) -> list[str]:
 
 def _arm(fault: str, arm: str) -> list[RankOutcome]:
     size = FAULTS[fault].world_size
-    return run_ranks(_run, size, fault, arm, expect_failure=True, timeout_s=120)
+    return run_ranks(_run, size, fault, arm, expect_failure=True, timeout_s=240)
 
 
 def _words(outcome: RankOutcome) -> str:

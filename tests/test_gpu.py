@@ -40,7 +40,7 @@ def _train(name: str, ranks: int, **env: str) -> list[dict[str, object]]:
 def _num_gpus() -> int:
     code = 'import torch; print(torch.cuda.device_count())'
     asked = subprocess.run(
-        [sys.executable, '-c', code], capture_output=True, text=True, timeout=120
+        [sys.executable, '-c', code], capture_output=True, text=True, timeout=240
     )
     return int(asked.stdout or 0)
 

@@ -18,6 +18,10 @@ from tests.harness import ROOT, RanksFailed, first_failure, run_ranks
 # ------------------------------------------------------------------ functions that the ranks run
 
 
+def parent(rank, world_size):
+    return os.getppid()
+
+
 def add_ranks(rank, world_size, start, factor=1):
     total = torch.tensor([start + rank])
     dist.all_reduce(total)
@@ -154,13 +158,10 @@ def test_cases_do_not_see_each_other():
     assert run_ranks(leave_a_mark, 2) == [None, None]
 
 
-def test_a_case_is_quick_once_the_server_runs():
-    run_ranks(add_ranks, 2, 0)
-    start = time.monotonic()
-    run_ranks(add_ranks, 2, 0)
-    assert (
-        time.monotonic() - start < 5
-    )  # 0.4 s on an idle machine; a fresh import takes 10 and more
+def test_cases_are_forks_of_one_server():
+    """Which is what makes them quick: importing Megatron anew takes ten seconds and more."""
+    [first], [second] = run_ranks(parent, 1), run_ranks(parent, 1)
+    assert first == second != os.getpid()
 
 
 # ------------------------------------------------------------------ failures
@@ -181,17 +182,15 @@ def test_the_report_names_the_rank_that_failed_first():
 
 
 def test_a_rank_that_goes_on_after_a_failure_is_stopped_where_it_is():
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(fail_alone, 2, 0, grace_s=0.5)
-    assert time.monotonic() - start < 20
     assert [o.status for o in caught.value.outcomes] == ['error', 'stopped']
     assert 'wait_for_ever' in str(caught.value)
 
 
 def test_time_up_shows_where_each_rank_was():
-    with pytest.raises(RanksFailed, match=r'not finished after 1\.5 s') as caught:
-        run_ranks(hang_on, 2, 1, timeout_s=1.5)
+    with pytest.raises(RanksFailed, match=r'not finished after 6 s') as caught:
+        run_ranks(hang_on, 2, 1, timeout_s=6)
     assert caught.value.first is None
     assert [o.status for o in caught.value.outcomes] == ['ok', 'stopped']
     assert 'wait_for_ever' in caught.value.outcomes[1].stack
@@ -211,8 +210,8 @@ def test_expected_death_of_a_rank_whose_peers_wait_for_it():
 
 def test_a_dead_rank_does_not_delay_those_that_have_finished():
     start = time.monotonic()
-    outcomes = run_ranks(die_on, 3, 0, peers_wait=False, expect_failure=True, grace_s=60)
-    assert time.monotonic() - start < 30
+    outcomes = run_ranks(die_on, 3, 0, peers_wait=False, expect_failure=True, grace_s=200)
+    assert time.monotonic() - start < 190
     assert [(o.status, o.exit_code, o.result) for o in outcomes] == [
         ('died', -signal.SIGKILL, None),
         ('ok', 0, 'alive'),
@@ -241,7 +240,7 @@ def test_expect_failure_returns_outcomes_when_nothing_fails():
 
 
 def test_no_rank_is_left_behind():
-    outcomes = run_ranks(hang_on, 2, 0, timeout_s=1, expect_failure=True)
+    outcomes = run_ranks(hang_on, 2, 0, timeout_s=6, expect_failure=True)
     assert [o.status for o in outcomes] == ['stopped', 'ok']
     for outcome in outcomes:
         assert not is_running(int(outcome.output.split()[0]))
@@ -260,7 +259,7 @@ def test_ranks_end_with_a_test_process_that_is_killed():
         finally:
             test.kill()
             test.wait()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while any(map(is_running, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, pids))
@@ -273,7 +272,7 @@ def is_running(pid):
         return False
 
 
-def wait_for_text(path, timeout_s=60):
+def wait_for_text(path, timeout_s=200):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if path.exists() and path.read_text():

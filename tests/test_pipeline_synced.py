@@ -169,7 +169,7 @@ def _stages_unlike(rank: int, world_size: int, what: str) -> None:
 def test_stages_that_hold_the_tied_embedding_in_other_ways_stop(
     what: str, found: list[str]
 ) -> None:
-    for outcome in run_ranks(_stages_unlike, 2, what, expect_failure=True, timeout_s=60):
+    for outcome in run_ranks(_stages_unlike, 2, what, expect_failure=True, timeout_s=240):
         assert outcome.failed
         assert 'the tied embedding' in outcome.error
         for words in found:

@@ -141,7 +141,7 @@ def test_averages_load_neither_torch_nor_megatron() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     shown = done.stdout

@@ -74,7 +74,7 @@ def _cli(plugin: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, 'PYTHONPATH': str(plugin)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

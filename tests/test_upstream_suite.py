@@ -307,7 +307,7 @@ def test_list(tree: Path, capsys: Capture) -> None:
 )
 def test_arguments_of_scripts(script: str, arguments: list[str], code: int) -> None:
     command = [str(ROOT / 'scripts' / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == code
     if code:
         assert done.stderr.startswith(f'{script.removesuffix(".sh")}')
@@ -366,6 +366,6 @@ def test_the_whole_of_it(tree: Path, tmp_path: Path) -> None:
     assert not list((tree / 'tests').rglob('*.jsonl'))
     # Everything is there already: nothing is run again.
     again = subprocess.run(
-        command, cwd=tree, env=env, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tree, env=env, capture_output=True, text=True, timeout=240, check=False
     )
     assert again.returncode == 1, again.stderr

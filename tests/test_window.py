@@ -281,7 +281,7 @@ def test_recommended_is_right_where_ranks_skip_different_modules() -> None:
 
 @pytest.mark.stock_fault
 def test_stock_mixes_buckets_where_ranks_skip_different_modules() -> None:
-    outcomes = run_ranks(_branching, 2, 'stock', 1, expect_failure=True, timeout_s=30)
+    outcomes = run_ranks(_branching, 2, 'stock', 1, expect_failure=True, timeout_s=60)
     if all(o.status == 'ok' and o.result == [] for o in outcomes):
         pytest.skip('stock now right: ranks whose control flow differs')
 

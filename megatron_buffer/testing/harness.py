@@ -122,7 +122,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     grace_s: float = 5.0,
     init: bool = True,
     expect_failure: bool = False,
