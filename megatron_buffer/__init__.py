@@ -21,6 +21,7 @@ _EXPORTS = {
     'ParamSpec': 'layout',
     'DistributedDataParallel': 'ddp',
     'DistributedOptimizer': 'optimizer',
+    'report_loss': 'observe.session',
 }
 __all__ = [
     'DistributedDataParallel',
@@ -31,6 +32,7 @@ __all__ = [
     'install',
     'load_config',
     'plan_layout',
+    'report_loss',
     'uninstall',
 ]
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from megatron_buffer.config import dump_config, load_config
     from megatron_buffer.ddp import DistributedDataParallel
     from megatron_buffer.layout import ParamSpec, plan_layout
+    from megatron_buffer.observe.session import report_loss
     from megatron_buffer.optimizer import DistributedOptimizer
     from megatron_buffer.patching import activated, install, uninstall
 

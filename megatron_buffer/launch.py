@@ -47,6 +47,7 @@ from megatron_buffer.launch_flags import (
     parse_command_line,
     take_own_flags,
 )
+from megatron_buffer.observe import request as observation
 from megatron_buffer.record_request import check_length, request
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
     except (UnsupportedVersionError, FingerprintError, PatchError) as error:
         return _fail(error, EXIT_FAILURE)
     try:
-        with guard():
+        with guard(), observation.noting_failure():
             _run_script(script)
     except (ConfigError, RegistryError) as error:
         return _fail(error, EXIT_BAD_INPUT)
@@ -206,9 +207,17 @@ def _launch(flags: Flags, config: BufferConfig | None) -> None:
     _launched = flags
     if flags.custom_buffer_record is not None:
         request(flags.custom_buffer_record, flags.custom_buffer_record_steps)
+    observation.request(
+        stats=flags.custom_buffer_stats,
+        trace=flags.custom_buffer_trace,
+        trace_steps=flags.custom_buffer_trace_steps,
+        metrics=flags.custom_buffer_metrics,
+    )
     _turn_cpu_mode_on(flags)
     if config is not None:
         _install(config, flags)
+    elif observation.requested() is not None:
+        _observe_stock()
 
 
 def _load_config(flags: Flags) -> BufferConfig | None:
@@ -247,6 +256,13 @@ def _install(config: BufferConfig, flags: Flags) -> None:
             logging.INFO,
             '--use-custom-buffer without --custom-buffer-config: using the shipped config "upstream"',
         )
+
+
+def _observe_stock() -> None:
+    _show_messages()
+    from megatron_buffer.observe import session
+
+    session.observe_stock()
 
 
 def _show_messages() -> None:

@@ -12,12 +12,15 @@ import os
 from typing import Any, NoReturn
 
 from megatron_buffer.errors import ConfigError
+from megatron_buffer.observe import request as observation
 from megatron_buffer.record_request import DEFAULT_STEPS, WARMUP_STEPS, check_flags
 
 USAGE = (
     'usage: megatron-buffer run SCRIPT [the flags of SCRIPT] [--use-custom-buffer] '
     '[--custom-buffer-config CONFIG] [--custom-buffer-compat strict|warn] [--custom-buffer-cpu] '
-    '[--custom-buffer-record PROFILE] [--custom-buffer-record-steps N]'
+    '[--custom-buffer-record PROFILE] [--custom-buffer-record-steps N] '
+    '[--custom-buffer-stats DIR] [--custom-buffer-trace DIR] [--custom-buffer-trace-steps N] '
+    '[--custom-buffer-metrics]'
 )
 
 _OUR_PREFIX = '--custom-buffer'
@@ -46,6 +49,18 @@ class Flags:
     custom_buffer_record_steps: int | None = None
     """Iterations to record."""
 
+    custom_buffer_stats: str | None = None
+    """Folder for statistics of every iteration; None keeps none."""
+
+    custom_buffer_trace: str | None = None
+    """Folder for traces; None traces nothing."""
+
+    custom_buffer_trace_steps: int | None = None
+    """Iterations to trace."""
+
+    custom_buffer_metrics: bool = False
+    """Write to Megatron's own TensorBoard and Weights & Biases writers."""
+
     def as_args(self) -> dict[str, str | int]:
         """Plain strings, numbers and bools, because ``args`` is stored in checkpoints."""
         return {
@@ -55,6 +70,11 @@ class Flags:
             'custom_buffer_cpu': self.custom_buffer_cpu,
             'custom_buffer_record': self.custom_buffer_record or '',
             'custom_buffer_record_steps': self.custom_buffer_record_steps or DEFAULT_STEPS,
+            'custom_buffer_stats': self.custom_buffer_stats or '',
+            'custom_buffer_trace': self.custom_buffer_trace or '',
+            'custom_buffer_trace_steps': self.custom_buffer_trace_steps
+            or observation.DEFAULT_TRACE_STEPS,
+            'custom_buffer_metrics': self.custom_buffer_metrics,
         }
 
 
@@ -95,6 +115,11 @@ def take_own_flags(arguments: list[str]) -> tuple[Flags, list[str]]:
                     '--use-custom-buffer to train through the custom buffer, or leave it out'
                 )
     check_flags(flags.custom_buffer_record, flags.custom_buffer_record_steps)
+    observation.check_flags(
+        stats=flags.custom_buffer_stats,
+        trace=flags.custom_buffer_trace,
+        trace_steps=flags.custom_buffer_trace_steps,
+    )
     return flags, rest
 
 
@@ -161,6 +186,30 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Flags) -> None:
         metavar='N',
         type=int,
         help=f'Iterations to record (default: {DEFAULT_STEPS}), after {WARMUP_STEPS} that are not.',
+    )
+    add(
+        'custom_buffer_stats',
+        metavar='DIR',
+        help='Write statistics of every iteration, and of the layout, to a file per rank in this '
+        'folder; also without --use-custom-buffer.',
+    )
+    add(
+        'custom_buffer_trace',
+        metavar='DIR',
+        help='Write a trace of what happens to the buffers, for Perfetto and "megatron-buffer trace '
+        'DIR", to a file per rank in this folder; also without --use-custom-buffer.',
+    )
+    add(
+        'custom_buffer_trace_steps',
+        metavar='N',
+        type=int,
+        help=f'Iterations to trace, from the first one on (default: {observation.DEFAULT_TRACE_STEPS}).',
+    )
+    add(
+        'custom_buffer_metrics',
+        action='store_true',
+        help="Log the buffer's metrics to Megatron's own TensorBoard and Weights & Biases writers; also "
+        'without --use-custom-buffer.',
     )
 
 

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class Recorder:
     """
 
     def __init__(self, ddp: Any, chunk: ModelChunk, request: RecordRequest) -> None:
-        params = _trainable(ddp.module)
+        params = trainable(ddp.module)
         self.key = chunk_key(chunk.pp_rank, chunk.vp_stage)
         self.request = request
         self.steps_seen = 0
@@ -138,13 +138,11 @@ class Recorder:
 
     def _add_hooks(self, ddp: Any) -> None:
         """Beside DDP's own hooks, on the same events; nothing depends on whose comes first."""
-        for param in _trainable(ddp.module).values():
+        for param in trainable(ddp.module).values():
             hook = functools.partial(self._on_gradient, self._index_of_id[id(param)])
-            if ddp.ddp_config.delay_wgrad_compute and _is_delayed(param):
-                _owner(ddp.module, param).register_wgrad_accumulation_and_reduce_hooks(hook)
-                continue
-            node = torch.autograd.graph.get_gradient_edge(param).node  # DDP keeps it alive
-            self._handles.append(node.register_hook(hook))
+            handle = hook_gradient(ddp, param, hook)
+            if handle is not None:
+                self._handles.append(handle)
         for module in ddp.module.modules():
             own = [self._index_of_id.get(id(p)) for p in module.parameters(recurse=False)]
             hook = functools.partial(self._on_call, [index for index in own if index is not None])
@@ -218,7 +216,7 @@ class Recorder:
 
     def _summarize(self, ddp: Any) -> ChunkProfile:
         """The median over the iterations, then the mean over the ranks: a collective of both kinds."""
-        params = list(_trainable(ddp.module).values())
+        params = list(trainable(ddp.module).values())
         check_agreement(
             'the recorded model chunk', ddp.dp_cp_group, 'data-parallel', [self.key, *self._names]
         )
@@ -364,7 +362,29 @@ def _seconds(first: Any, mark: Any) -> float:
     return first.elapsed_time(mark) / 1000.0  # events count milliseconds
 
 
-def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def hook_gradient(
+    ddp: Any, param: torch.nn.Parameter, hook: Callable[..., None], *, before: bool = False
+) -> Any:
+    """Calls ``hook`` with every gradient of a parameter, beside DDP's own hook.
+
+    Args:
+        ddp: The wrapped chunk, which keeps autograd's node alive.
+        param: One of its trainable parameters.
+        hook: Called with whatever autograd passes; autograd's node holds it.
+        before: Before DDP's own hook, where that can be had, instead of after it.
+
+    Returns:
+        A handle that takes the hook away; None for a delayed weight gradient, whose hook stays.
+    """
+    if ddp.ddp_config.delay_wgrad_compute and _is_delayed(param):
+        _owner(ddp.module, param).register_wgrad_accumulation_and_reduce_hooks(hook)
+        return None
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    return node.register_prehook(hook) if before else node.register_hook(hook)
+
+
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that take part in training, by name."""
     return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 

@@ -33,6 +33,10 @@ OURS = [
     ('--custom-buffer-cpu',),
     ('--custom-buffer-record', 'p.json'),
     ('--custom-buffer-record-steps=3',),
+    ('--custom-buffer-stats', 's'),
+    ('--custom-buffer-trace=t',),
+    ('--custom-buffer-trace-steps', '2'),
+    ('--custom-buffer-metrics',),
 ]
 THEIRS = [
     *('--lr', '1e-3', '-1', '-x', '--foo=bar', 'a b', '', '-', 'path/x.py', '--empty=', '-h'),
@@ -99,6 +103,10 @@ def test_flags_are_found_anywhere_and_the_rest_is_kept(
         custom_buffer_cpu='--custom-buffer-cpu' in given_names,
         custom_buffer_record='p.json' if '--custom-buffer-record' in given_names else None,
         custom_buffer_record_steps=3 if '--custom-buffer-record-steps' in given_names else None,
+        custom_buffer_stats='s' if '--custom-buffer-stats' in given_names else None,
+        custom_buffer_trace='t' if '--custom-buffer-trace' in given_names else None,
+        custom_buffer_trace_steps=2 if '--custom-buffer-trace-steps' in given_names else None,
+        custom_buffer_metrics='--custom-buffer-metrics' in given_names,
     )
 
 
@@ -460,6 +468,10 @@ OUR_ARGS = {
     'custom_buffer_cpu': True,
     'custom_buffer_record': '',
     'custom_buffer_record_steps': 5,
+    'custom_buffer_stats': '',
+    'custom_buffer_trace': '',
+    'custom_buffer_trace_steps': 5,
+    'custom_buffer_metrics': False,
 }
 
 
@@ -730,7 +742,7 @@ def test_a_conflict_ends_a_real_run(tmp_path: Path, flags: list[str], message: s
         *flags,
         *ours,
         cwd=tmp_path,
-        timeout_s=120,
+        timeout_s=240,
         MEGATRON_BUFFER_CPU='1',
     )
     assert done.returncode == 2, done.stderr
