@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.compare import machine
 
-NAMES = ('hooks',)
+NAMES = ('hooks', 'accumulate', 'step', 'startup', 'gpu', 'overlap')
 
 
 def main() -> int:
@@ -26,9 +26,14 @@ def main() -> int:
         parser.error('--reps must be at least 1')
     results: dict[str, Any] = {}
     for name in options.names:
-        result = importlib.import_module(f'benchmarks.{name}').run(options.reps)
+        module = importlib.import_module(f'benchmarks.{name}')
+        result = module.run(options.reps)
+        if reason := result.get('skipped'):
+            sys.stdout.write(f'{name}: skipped, {reason}\n')
+            results[name] = result
+            continue
         results[name] = {**result, 'machine': machine()}
-        _show(name, results[name])
+        getattr(module, 'show', _show)(name, results[name])
     if options.json:
         whole = results[options.names[0]] if len(options.names) == 1 else results
         with open(options.json, 'w') as file:
@@ -57,8 +62,12 @@ def _show(name: str, result: dict[str, Any]) -> None:
             f'{1e3 * case["ours_s"]:.3f} ms',
             f'{1e3 * case["stock_s"]:.3f} ms',
         )
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, width=130)
     console.print(table)
+    for memory in result.get('memory', ()):
+        console.print(
+            f'peak memory, {memory["what"]}: {memory["peak_growth_bytes"] / 2**20:.1f} MiB'
+        )
     console.print(f'{result["headline"]}; one figure alone says little: compare ratios of one run.')
 
 

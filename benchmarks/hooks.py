@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.compare import interleave, ratio_case, timed
+from benchmarks.compare import cpu_timed, interleave, quiet, ratio_case
 
 SIZES = (100, 1_000, 10_000)
 PARAM_ELEMS = 8
@@ -30,6 +30,7 @@ def run(reps: int) -> dict[str, Any]:
 
 def measure(rank: int, world_size: int, reps: int) -> list[dict[str, Any]]:
     """All cases, in one process."""
+    quiet()
     cases = []
     for size in SIZES:
         cases += _of_size(size, reps)
@@ -113,7 +114,7 @@ def _arms(model: Any, grad: Any) -> dict[str, Any]:
     counted = [(param, hook) for param, hook in hooks if param not in left_out]
 
     def last() -> float:
-        seconds = timed(lambda: call(counted))()
+        seconds = cpu_timed(lambda: call(counted))()
         for group in model.bucket_groups:
             group.per_param_grad_ready_counts = {}
         return seconds
@@ -141,9 +142,9 @@ def _arms(model: Any, grad: Any) -> dict[str, Any]:
 
     return {
         'last micro-batch': last,
-        'earlier micro-batch': timed(earlier),
-        'bare': timed(bare),
-        'forward pre-hooks, all gathered': timed(forward),
-        'no_sync': timed(no_sync),
-        'zero_grad_buffer': timed(model.zero_grad_buffer),
+        'earlier micro-batch': cpu_timed(earlier),
+        'bare': cpu_timed(bare),
+        'forward pre-hooks, all gathered': cpu_timed(forward),
+        'no_sync': cpu_timed(no_sync),
+        'zero_grad_buffer': cpu_timed(model.zero_grad_buffer),
     }

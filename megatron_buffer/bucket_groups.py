@@ -24,9 +24,11 @@ from megatron_buffer.collectives import (
 )
 from megatron_buffer.errors import LayoutError, ReadinessError
 from megatron_buffer.grad_values import check_local_grads, check_reduced_grads
+from megatron_buffer.grad_writes import GradWrites
 from megatron_buffer.runtime import Runtime
 from megatron_buffer.strategies.bucket_groups import BufferBuckets
 from megatron_buffer.strategies.dispatch import Dispatcher
+from megatron_buffer.strategies.gather import by_dtype
 from megatron_buffer.strategies.readiness import OnLate
 from megatron_buffer.strategies.reduce import ALL_REDUCE
 from megatron_buffer.strategies.scaling import ScalingPlan
@@ -54,6 +56,9 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         grad_reduce_dispatched: True once the reduction was started in this window.
         late_grads: Gradients of this window that are kept aside, per parameter, shaped like main_grad.
         late_params: Parameters whose late gradient was added all the same, in order.
+        graphs_write: Whether CUDA graphs may have written gradients; DDP knows.
+        grad_writes: Where the accumulation strategy overwrites: who watches each bucket's writes, and which
+            part of its flags is the bucket's. DDP fills it in.
         params_stale: True from an optimizer step until the gather of its values is started.
     """
 
@@ -72,6 +77,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             adapts=getattr(self.runtime.unused_params, 'on_late', 'warn') != 'warn',
         )
         self.param_to_name: dict[torch.nn.Parameter, str] = {}
+        self.graphs_write = True
         self.dispatcher: Dispatcher | None = None
         self.drain: Drain | None = None
         self.grad_reduce_dispatched = False
@@ -80,6 +86,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         self.reduces_once = False
         self.params_stale = False
         self.warned_of_export = False
+        self.grad_writes: list[tuple[GradWrites, int, int]] = []
+        self._counter: Any = None
         self._judged = False
         with reduce_scatter_global_preserved():
             super().__init__(buckets, ddp_config, collective_group, collective_group_size)
@@ -137,6 +145,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             dist.get_backend(self.communication_group),
         )
 
+    @cached_property
+    def grad_reduce_launches(self) -> list[list[int]]:
+        """Which buckets are reduced together: a mixture of dtypes is refused by torch."""
+        return by_dtype([bucket.grad_data.dtype for bucket in self.buckets])
+
     @property
     def awaits_gather(self) -> bool:
         """True while other ranks' shards hold last step's values: not gathered yet, or not finished."""
@@ -164,16 +177,19 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        on_its_own = self.dispatcher is None  # otherwise its chunk was judged as a whole
-        if on_its_own and self.ddp_config.overlap_grad_reduce and self.grad_reduce_dispatched:
+        on_its_own = (
+            self.grad_reduce_dispatched and self.dispatcher is None
+        )  # not judged as a chunk
+        if on_its_own and self.ddp_config.overlap_grad_reduce:
             self._judge_alone()
         self.readiness.reset(finished=self.grad_reduce_finished)
         self.is_last_microbatch = True
         self.grad_reduce_finished = False
         self.grad_reduce_dispatched = False
         self._judged = False
-        self.late_grads.clear()
-        self.late_params.clear()
+        if self.late_grads or self.late_params:
+            self.late_grads.clear()
+            self.late_params.clear()
 
     def register_grad_ready(
         self, param: torch.nn.Parameter, force_all_reduce: bool | None = False
@@ -197,10 +213,25 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         elif complete:
             self.grads_complete(force_all_reduce)
 
-    def grad_counter(self, param: torch.nn.Parameter) -> Callable[[], bool]:
-        """What counts a gradient of ``param`` and tells whether the group is complete with it."""
+    def grad_counter(self, param: torch.nn.Parameter) -> tuple[Callable[[Any], bool], Any]:
+        """What counts a gradient of ``param`` and tells whether the group is complete with it.
+
+        Returns:
+            A function, the same one for all parameters where that can be, and what to call it with.
+        """
         registrar = getattr(self.readiness, 'registrar', None)
-        return registrar(param) if registrar else partial(self.readiness.register, param)
+        if registrar is None:
+            return self._one_counter(self.readiness.register), param
+        count = registrar(param)
+        if isinstance(count, partial) and len(count.args) == 1 and not count.keywords:
+            return self._one_counter(count.func), count.args[0]
+        return (lambda _: count()), None
+
+    def _one_counter(self, counter: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """The group's counter, if it equals ``counter``: bound methods are made anew at every look."""
+        if self._counter != counter:
+            self._counter = counter
+        return self._counter
 
     def grads_complete(self, force_all_reduce: bool | None) -> None:
         """The group's last gradient of this window is in: its reduction starts when its turn comes."""
@@ -230,7 +261,9 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             return
         if self.drain is not None:
             self.drain.start(self, force_all_reduce)
-        self._wait_for_captured_wgrads()
+        if self.graphs_write:
+            self._wait_for_captured_wgrads()
+        self.settle_grads()
         self._copy_in_extra_main_grads()
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self.check_grads(
@@ -246,6 +279,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             plan=self.scaling_plan,
         )
         self.grad_reduce_dispatched = True
+
+    def settle_grads(self) -> None:
+        """Zeroes what nobody has written in this window, where it was not zeroed before."""
+        for writes, first, last in self.grad_writes:
+            writes.settle(first, last)
 
     def _wait_for_captured_wgrads(self) -> None:
         """Replayed CUDA graphs leave an event on each parameter whose gradient they wrote."""
@@ -318,8 +356,10 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             return True
         if self.grad_reduce_finished or self.grad_reduce_dispatched:
             return False
-        storages = (bucket.grad_data for bucket in self.buckets)
-        return any(s.untyped_storage().size() > 0 and bool(s.any()) for s in storages)
+        there = [b.grad_data for b in self.buckets if b.grad_data.untyped_storage().size() > 0]
+        if there:
+            self.settle_grads()
+        return any(bool(grads.any()) for grads in there)
 
     def _judge_alone(self) -> None:
         """Lets the unused_params strategy judge this group, where its chunk is not judged as a whole."""

@@ -14,6 +14,7 @@ import torch
 
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.errors import LayoutError, ParamStorageError
+from megatron_buffer.grad_writes import GradWrites
 from megatron_buffer.param_layout import (
     compute_default_per_buffer_param_layout,
     has_own_address,
@@ -37,6 +38,7 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
     Attributes:
         runtime: The config that the buffer was built under.
         param_to_name: Names of the parameters, for messages.
+        grad_writes: What was written in this window, if the accumulation strategy overwrites; DDP sets it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
     ) -> None:
         self.runtime = runtime_module.current()
         self.param_to_name = param_to_name
+        self.grad_writes: GradWrites | None = None
         if param_layout is None:
             param_layout = compute_default_per_buffer_param_layout(
                 [param for param, _ in params_with_names], bucket_size
@@ -196,6 +199,20 @@ class ParamAndGradBuffer(_pgb._ParamAndGradBuffer):
     def zero_grads(self) -> None:
         """Zeroes ``grad_data`` and the extra main_grads."""
         super().reset()
+
+    def forget_grads(self) -> None:
+        """Leaves ``grad_data`` to be overwritten, but for what can only be added to."""
+        if self.grad_writes is None:
+            self.zero_grads()
+        else:
+            self.grad_writes.begin()
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Multiplies all gradients; upstream: ``_ParamAndGradBuffer.scale_gradients``."""
+        if self.grad_writes is not None:
+            self.grad_writes.settle()
+            self.grad_writes.gaps_dirty = True  # zero times infinity is not zero
+        super().scale_gradients(scaling_factor)
 
     def reset(self) -> None:
         """Prepares the buffer for a new iteration, as the accumulation strategy has it."""

@@ -11,6 +11,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_buffer.bucket_groups import Drain, ParamAndGradBucketGroup, forward_index, ready_at
 from megatron_buffer.errors import ReadinessError
+from megatron_buffer.grad_writes import captures_graphs
 from megatron_buffer.param_checks import FrozenParams
 from megatron_buffer.prediction import predicted_counts, reach_of
 from megatron_buffer.window import ForwardUse, GroupWindow, Replicas, settle
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _ddp = importlib.import_module('megatron.core.distributed.distributed_data_parallel')
 logger = logging.getLogger(__name__)
+_IN_FLIGHT = attrgetter('grad_reduce_handle')
 
 
 class ChunkWindow:
@@ -56,6 +59,7 @@ class ChunkWindow:
         drain = Drain()
         for group in self.groups:
             group.param_to_name = names
+            group.graphs_write = captures_graphs(config)
             group.dispatcher = self.dispatcher
             if group.reduce_choice.kind in ('a2a', 'upstream_a2a'):
                 group.drain = drain
@@ -73,7 +77,10 @@ class ChunkWindow:
         tracks = getattr(self.runtime.unused_params, 'tracks_forward', 'never')
         if tracks != 'never' and self.overlaps:
             self._forward_use = ForwardUse(ddp.module, once=tracks == 'first_window')
-        if self.overlaps and (self.runtime.readiness.predicts or peers is not None):
+        self._writes = ddp.grad_writes
+        self._awaits_backward_end = False
+        watched = self.overlaps and (self.runtime.readiness.predicts or peers is not None)
+        if watched or self._writes:
             ddp.register_forward_hook(_forward_hook(weakref.ref(self)))
 
     def finish(self, wait: Callable[[], None], force_all_reduce: bool) -> None:
@@ -102,7 +109,7 @@ class ChunkWindow:
 
     def begin(self) -> None:
         """Before the buffers are zeroed: what a broken-off iteration has started is waited for."""
-        if all(group.grad_reduce_handle is None for group in self.groups):
+        if not any(map(_IN_FLIGHT, self.groups)):
             return
         self.dispatcher.flush(False)
         for group in self.groups:
@@ -116,6 +123,7 @@ class ChunkWindow:
     def reset(self) -> None:
         """After the groups were reset: a new window."""
         self.dispatcher.reset()
+        self._awaits_backward_end = False
         if self._forward_use is not None:
             self._forward_use.end_window()
 
@@ -123,19 +131,42 @@ class ChunkWindow:
         """Predicts the gradients of the coming backward pass, and watches for its beginning."""
         if not torch.is_grad_enabled() or _ddp.is_graph_capturing():
             return
-        if self.runtime.readiness.predicts and any(g.readiness.is_first_batch for g in self.groups):
+        predicts = self.overlaps and self.runtime.readiness.predicts
+        if predicts and any(group.readiness.is_first_batch for group in self.groups):
             self._predict(output)
         this = weakref.ref(self)
 
         def backward_begins(gradient: torch.Tensor) -> None:
             window = this()
-            if window is not None and all(group.is_last_microbatch for group in window.groups):
+            if window is None:
+                return
+            if window._writes:
+                window._watch_first_backward()
+            if window.overlaps and all(group.is_last_microbatch for group in window.groups):
                 window.dispatcher.begin_backward()
 
         for leaf in tree_leaves(output):
             # Also where the chunk has passed its input through on this rank: backward ends there.
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(backward_begins)
+
+    def _watch_first_backward(self) -> None:
+        """When the first backward pass ends, what it has not written is zeroed: anybody may look at it then."""
+        for writes in self._writes:
+            writes.backward_begins()
+        if self._awaits_backward_end or all(writes.complete for writes in self._writes):
+            return
+        self._awaits_backward_end = True
+        this = weakref.ref(self)
+
+        def backward_ends() -> None:
+            window = this()
+            if window is not None:
+                window._awaits_backward_end = False
+                for writes in window._writes:
+                    writes.settle()
+
+        torch.autograd.Variable._execution_engine.queue_callback(backward_ends)
 
     def _judge(self) -> None:
         """Lets the unused_params strategy judge the groups where something is not as it should be."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_buffer.collectives_a2a import AllToAllFp32Sum
-from megatron_buffer.strategies.gather import by_dtype
 from megatron_buffer.strategies.reduce import ReduceChoice, ReduceKind
 from megatron_buffer.strategies.scaling import ScalingPlan
 
@@ -102,7 +101,7 @@ class AllReduce:
         """One coalesced launch over the group's buckets of one dtype."""
         pg, op = group.communication_group, _reduce_op(plan)
         handles: list[Waitable] = []
-        for indices in _launches(group):
+        for indices in group.grad_reduce_launches:
             with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
                 for index in indices:
                     dist.all_reduce(
@@ -126,7 +125,7 @@ class ReduceScatter:
         pg, op = group.communication_group, _reduce_op(plan)
         reduce_scatter = _plain_reduce_scatter()
         handles: list[Waitable] = []
-        for indices in _launches(group):
+        for indices in group.grad_reduce_launches:
             with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
                 for index in indices:
                     reduce_scatter(
@@ -191,11 +190,6 @@ def _reduce_op(plan: ScalingPlan) -> Any:
     return dist.ReduceOp.AVG if plan.op == 'avg' else dist.ReduceOp.SUM
 
 
-def _launches(group: ParamAndGradBucketGroup) -> list[list[int]]:
-    """Buckets that can be reduced in one coalesced launch: a mixture of dtypes is refused by torch."""
-    return by_dtype([bucket.grad_data.dtype for bucket in group.buckets])
-
-
 def launch_grad_reduce(
     group: ParamAndGradBucketGroup, *, choice: ReduceChoice, plan: ScalingPlan
 ) -> Waitable | None:
@@ -257,7 +251,7 @@ def _all_reduce_across_instances(group: ParamAndGradBucketGroup, plan: ScalingPl
     pg = group.inter_distributed_optimizer_instance_group
     assert pg is not None, 'DDP sets the inter-instance group of every bucket group'
     op = dist.ReduceOp.AVG if plan.op == 'avg' else dist.ReduceOp.SUM
-    for indices in _launches(group):
+    for indices in group.grad_reduce_launches:
         with _pgb._coalescing_manager(pg, async_ops=False):
             for index in indices:
                 dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)

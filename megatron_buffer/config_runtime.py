@@ -158,6 +158,14 @@ class ZeroThenAdd:
     name: Literal['zero_then_add'] = 'zero_then_add'
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FirstWrite:
+    """The first micro-batch overwrites the grad buffer, which so need not be zeroed before."""
+
+    upstream_symbol: ClassVar[str] = f'{DDP}._make_backward_post_hook'
+    name: Literal['first_write'] = 'first_write'
+
+
 # grad_reduce --------------------------------------------------------------------------------------
 
 

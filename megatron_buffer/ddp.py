@@ -32,7 +32,9 @@ from megatron_buffer.embedding_agreement import check_tied_embeddings
 from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError, ReadinessError
 from megatron_buffer.gather_chain import maybe_chain_gathers
 from megatron_buffer.gather_guard import watch_reads
+from megatron_buffer.grad_writes import watch_writes
 from megatron_buffer.hooks import ParamSlot, backward_hook, forward_pre_hook
+from megatron_buffer.observe.session import observe_if_wanted
 from megatron_buffer.optimizer import DistributedOptimizer
 from megatron_buffer.param_checks import ParamData, settle_shared_storage
 from megatron_buffer.param_layout import (
@@ -78,6 +80,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     Attributes:
         runtime: The config in force for this model.
         fused_params: Parameters whose gradients fused kernels have written into the buffer.
+        grad_writes: What was written in this window, per buffer that is overwritten and not zeroed.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         # Before upstream's constructor, which asks for the hooks; nn.Module's __setattr__ is not ready.
         object.__setattr__(self, '_slots', [])
         object.__setattr__(self, 'fused_params', [])
+        overwrites = getattr(runtime.accumulation, 'overwrites', False)
+        object.__setattr__(self, '_overwrites', overwrites)
         requested_elems = ddp_config.bucket_size
         ddp_config = copy.copy(ddp_config)
         _merge_config(runtime, ddp_config)
@@ -119,6 +124,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._check_bucket_size(requested_elems)
         self._check_layouts(full_param_layout)
         self._apply_scaling(config)
+        self.grad_writes = watch_writes(self) if self._overwrites else []
         self._window = ChunkWindow(self, config, self._names())
         self._param_data = ParamData(runtime.config.checks.replaced_param_data, self._all_buffers())
         check_collectives(self)
@@ -128,6 +134,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         maybe_chain_gathers(self, chunk)
         attach_if_wanted(self, chunk)
         watch_reads(self)
+        observe_if_wanted(self)
         runtime_module.track(
             self, runtime, f'{type(module).__name__} ({len(self._names())} parameters)'
         )
@@ -148,11 +155,12 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._window.begin()
         self._param_data.check()
         # Upstream takes a mark back from every parameter; only a fused kernel's hook has seen it set.
-        every_param, self.params_with_grad = self.params_with_grad, self.fused_params
+        own = self.__dict__  # nn.Module's __setattr__ looks for more than a plain attribute
+        every_param, own['params_with_grad'] = self.params_with_grad, self.fused_params
         try:
             super().zero_grad_buffer()
         finally:
-            self.params_with_grad = every_param
+            own['params_with_grad'] = every_param
         self._window.reset()
 
     def scale_gradients(self, scaling_factor: Any) -> None:
@@ -225,7 +233,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         """A hook that looks nothing up and holds no model; upstream: ``_make_backward_post_hook``."""
         self._slots.append(ParamSlot(self, param, super()._make_backward_post_hook(param)))
-        return backward_hook(self._slots[-1])
+        return backward_hook(self._slots[-1], self._overwrites)
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
         """A hook that looks nothing up and holds no model; upstream: ``_make_forward_pre_hook``."""

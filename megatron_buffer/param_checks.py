@@ -18,6 +18,8 @@ from megatron_buffer.param_layout import has_own_address
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 256
+
 
 class Shared(NamedTuple):
     """Two tensors of a module that overlap in memory.
@@ -114,6 +116,9 @@ def _tie(module: torch.nn.Module, pair: Shared) -> bool:
 class ParamData:
     """Looks whether every parameter still lies where its buffer put it.
 
+    At most ``_AT_ONCE`` parameters of a buffer at a time, so that a window's beginning costs the same however
+    many there are; all of them have had their turn after as many windows as it takes.
+
     Args:
         policy: ``checks.replaced_param_data``.
         buffers: Our buffers; those without ``param_data`` are left out, and so are quantized parameters,
@@ -129,7 +134,7 @@ class ParamData:
         ]
 
     def check(self) -> None:
-        """Compares addresses, until it has warned.
+        """Compares the addresses of the parameters whose turn it is, until it has warned.
 
         Raises:
             ParamStorageError: Naming the parameters whose ``data`` was replaced.
@@ -158,6 +163,7 @@ class _Places:
         self._params: list[torch.Tensor] = []
         self._offsets: list[int] = []
         self._expected: list[int] = []
+        self._next = 0
         for param, (start, _, _) in buffer.param_index_map.items():
             if has_own_address(param) and param.numel():  # an empty tensor has no address
                 self._params.append(param)
@@ -170,9 +176,12 @@ class _Places:
             return []
         if base != self._base:
             self._base, self._expected = base, [base + offset for offset in self._offsets]
-        addresses = list(map(torch.Tensor.data_ptr, self._params))
-        if addresses == self._expected:
+        part = slice(self._next, self._next + _AT_ONCE)
+        addresses = list(map(torch.Tensor.data_ptr, self._params[part]))
+        self._next = part.stop if part.stop < len(self._params) else 0
+        if addresses == self._expected[part]:
             return []
+        addresses = list(map(torch.Tensor.data_ptr, self._params))  # now name them all
         triples = zip(self._params, addresses, self._expected, strict=True)
         names = self._buffer.param_to_name
         return [names[param] for param, address, expected in triples if address != expected]

@@ -63,6 +63,7 @@ class GroupWindow:
         idle = [p for p in self._group.param_to_bucket if p not in counts]
         if not self.dispatched:
             # Micro-batches under no_sync() are not counted, but they leave something in main_grad.
+            self._group.settle_grads()
             idle = [p for p in idle if not bool(p.main_grad.any())]
         self._frozen = {self._group.names([p])[0] for p in idle if not p.requires_grad}
         return self._group.names(idle)
