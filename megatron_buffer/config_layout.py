@@ -174,6 +174,20 @@ class ExplicitBucketing:
     """Full names of parameters, or shell-style patterns; a bucket ends with each that matches."""
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TimeOptimalBucketing:
+    """The cuts for which the last reduction ends first, from a profile and a network model."""
+
+    upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
+    name: Literal['time_optimal'] = 'time_optimal'
+    profile: Annotated[str, Field(min_length=1)]
+    """Path of the profile that a run with --custom-buffer-record wrote, relative to the working
+    directory; every rank must have it."""
+    network: Annotated[str, Field(min_length=1)] = 'h100'
+    """h100 or h200 (nodes of 8 GPUs with 400 Gb/s for each), or the path of a YAML file that describes
+    the network."""
+
+
 # bucket_isolation ---------------------------------------------------------------------------------
 
 

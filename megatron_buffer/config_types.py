@@ -125,7 +125,7 @@ _ALL_AXES = (
         layout.BalancedBucketing,
         layout.PerModuleBucketing,
         layout.ExplicitBucketing,
-        time_optimal='cuts that minimise exposed communication, from a profile and a network model',
+        layout.TimeOptimalBucketing,
     ),
     _axis(
         'bucket_isolation',
@@ -182,7 +182,7 @@ _ALL_AXES = (
         'accumulation',
         'how micro-batches add up in the grad buffer',
         runtime.ZeroThenAdd,
-        first_write='the first micro-batch overwrites, so nothing is zeroed',
+        runtime.FirstWrite,
     ),
     _axis(
         'grad_reduce',

@@ -208,6 +208,10 @@ def compute_buffer_layout(
         alignment = strategies.padding.alignment(buffer)
         if keeps_whole_bytes(strategies.padding):
             alignment = in_whole_bytes(alignment, buffer)
+    bucketing = strategies.bucketing
+    for_buffer = getattr(bucketing, 'for_buffer', None)
+    if for_buffer is not None:
+        bucketing = for_buffer(buffer, alignment, dist_opt)
     return _place(
         [(index, specs[index]) for index in order],
         [
@@ -218,7 +222,7 @@ def compute_buffer_layout(
             )
             for i in order
         ],
-        strategies.bucketing,
+        bucketing,
         bucket_size_elems=bucket_size_elems,
         dp_size=buffer.dp_size if dist_opt else 1,
         alignment=alignment,

@@ -149,11 +149,12 @@ def write_profile(path: str, profile: Profile) -> None:
         raise
 
 
-def load_profile(path: str) -> Profile:
+def load_profile(path: str, asked_by: str = _YAML_PATH) -> Profile:
     """Reads and checks a profile.
 
     Args:
         path: Its path; ``~`` is the home folder.
+        asked_by: The YAML path or the option that named it, for messages.
 
     Raises:
         ConfigError: If there is no such file, or it is not a profile of this version.
@@ -164,18 +165,20 @@ def load_profile(path: str) -> Profile:
         plain: object = json.loads(text)
     except FileNotFoundError:
         raise _error(
+            asked_by,
             path,
             f'no such file (looked for {_absolute(path)}); record one with --custom-buffer-record',
         ) from None
     except OSError as error:
-        raise _error(path, f'cannot be read: {error.strerror}') from None
+        raise _error(asked_by, path, f'cannot be read: {error.strerror}') from None
     except ValueError as error:
-        raise _error(path, f'is not JSON: {error}') from None
+        raise _error(asked_by, path, f'is not JSON: {error}') from None
     if not isinstance(plain, dict) or 'schema_version' not in plain:
-        raise _error(path, 'has no schema_version, so it is not a profile')
+        raise _error(asked_by, path, 'has no schema_version, so it is not a profile')
     version: object = cast(dict[str, object], plain)['schema_version']
     if version != SCHEMA_VERSION:
         raise _error(
+            asked_by,
             path,
             f'has schema_version {version!r}, and this megatron-buffer reads {SCHEMA_VERSION}; record '
             'it again',
@@ -185,9 +188,9 @@ def load_profile(path: str) -> Profile:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = '.'.join(str(part) for part in first['loc'])
-        raise _error(path, f'{where}: {first["msg"]}') from None
+        raise _error(asked_by, path, f'{where}: {first["msg"]}') from None
     for key, chunk in profile.chunks.items():
-        _check_chunk(path, key, chunk.params)
+        _check_chunk(asked_by, path, key, chunk.params)
     return profile
 
 
@@ -200,22 +203,24 @@ def dense_positions(scores: Sequence[float | None], names: Sequence[str]) -> lis
     return places
 
 
-def _check_chunk(path: str, key: str, params: Sequence[ParamProfile]) -> None:
+def _check_chunk(asked_by: str, path: str, key: str, params: Sequence[ParamProfile]) -> None:
     names = [param.name for param in params]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise _error(path, f'chunks.{key} holds the parameter {twice} twice')
+        raise _error(asked_by, path, f'chunks.{key} holds the parameter {twice} twice')
     for field in ('grad_arrival', 'forward_use'):
         places: list[int | None] = [getattr(param, field) for param in params]
         found = sorted(place for place in places if place is not None)
         if found != list(range(len(found))):
             raise _error(
-                path, f'chunks.{key}: {field} must number the parameters that have one from 0 on'
+                asked_by,
+                path,
+                f'chunks.{key}: {field} must number the parameters that have one from 0 on',
             )
 
 
-def _error(path: str, problem: str) -> ConfigError:
-    return ConfigError(f'{_YAML_PATH}: {path} {problem}', yaml_path=_YAML_PATH, source=path)
+def _error(asked_by: str, path: str, problem: str) -> ConfigError:
+    return ConfigError(f'{asked_by}: {path} {problem}', yaml_path=asked_by, source=path)
 
 
 def _absolute(path: str) -> str:

@@ -32,6 +32,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     'rules': _rules('grad_dtype', _DTYPES, 1),
     'seed': st.integers(0, 2**63 - 1),
     'profile': _PATTERNS,
+    'network': _PATTERNS,
     'bucket_size_elems': st.none() | _NUMBERS,
     'first_size_elems': _NUMBERS,
     'last_size_elems': _NUMBERS,

@@ -95,19 +95,11 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
         ('padding: megatorn', 'padding', ["unknown strategy 'megatorn'", "mean 'megatron'?"]),
         ('padding: {name: x}', 'padding.name', ["strategy 'x'. Valid strategies: megatron"]),
         ('padding: ""', 'padding', ["unknown strategy ''"]),
-        (
-            'bucketing: time_optimal',
-            'bucketing',
-            [
-                "'time_optimal' (cuts that",
-                'is not built yet',
-                'Valid strategies: fixed_size, count',
-            ],
-        ),
+        ('bucketing: time_optimal', 'bucketing', ['profile is missing, expected text']),
         (
             'accumulation: first_rite',
             'accumulation',
-            ["strategy 'first_rite'. Did you mean 'first_write'?", 'Not built yet: first_write'],
+            ["strategy 'first_rite'. Did you mean 'first_write'?", 'Valid strategies: zero_then_add,'],
         ),
         ('padding: minimum', 'padding', ["strategy 'minimum'. Did you mean 'minimal'?"]),
         ('bucketing: count', 'bucketing', ['num_buckets is missing, expected an integer >= 1']),

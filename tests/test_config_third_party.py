@@ -103,12 +103,6 @@ def test_foreign_code_is_imported_only_when_named(install_distribution):
         load_config({'param_order': 'broken'})
 
 
-def test_a_third_party_may_provide_what_is_only_planned(install_distribution):
-    code = _SORTED.replace("'sorted'", "'time_optimal'")
-    install_distribution('vendor', {'bucketing.time_optimal': 'vendor_code:Sorted'}, code)
-    assert load_config({'bucketing': 'time_optimal'}).bucketing.name == 'time_optimal'
-
-
 def test_duplicate_names_are_refused(install_distribution):
     install_distribution('vendor', {'param_order.sorted': 'vendor_code:Sorted'}, _SORTED)
     install_distribution('rival', {'param_order.sorted': 'rival_code:Sorted'}, _SORTED)

@@ -16,6 +16,7 @@ from tests.tiny_model import TrainCase
 
 TINY = (ROOT / 'configs' / 'models' / 'gpt_tiny.yaml').read_text()
 TINY += 'make_vocab_size_divisible_by: 1\n'  # the tests' model takes its vocabulary as it is
+TIED = 'share_embeddings_and_output_weights'
 MOE = 'num_moe_experts: 4\nmoe_router_topk: 2\nadd_bias_linear: false\n'
 
 
@@ -126,7 +127,10 @@ OVERLAP: dict[str, Any] = {'overlap_grad_reduce': True, 'overlap_param_gather': 
 def check_against_run(tmp_path: Path, case: TrainCase, ranks: int) -> None:
     """Compares what every rank has and sends with the plan's stage; of optimizer state, all ranks' sum."""
     model = tmp_path / 'model.yaml'
-    model.write_text(TINY.replace('num_layers: 2', f'num_layers: {case.layers}') + MOE * case.moe)
+    text = TINY.replace('num_layers: 2', f'num_layers: {case.layers}') + MOE * case.moe
+    if not case.tied:
+        text = text.replace(f'{TIED}: true', f'{TIED}: false')
+    model.write_text(text)
     arguments = ['--model', str(model), f'--{case.dtype}', '--world', str(ranks)]
     for option in ('tp', 'pp', 'ep', 'instances'):
         arguments += [f'--{option}', str(getattr(case, option))]

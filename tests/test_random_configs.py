@@ -62,6 +62,7 @@ VALUES: dict[str, dict[str, Any]] = {
         'balanced': 'balanced',
         'per_module': 'per_module',
         'explicit': {'name': 'explicit', 'boundaries': ['*linear_fc1.weight', '*proj.bias']},
+        'time_optimal': {'name': 'time_optimal', 'profile': PROFILE},
     },
     'bucket_isolation': {
         'shared_embedding': 'shared_embedding',
@@ -160,8 +161,9 @@ ROWS = covering_rows(FACTORS, allowed, at_least=COUNT)
 def config_of(row: Row, profile: str) -> dict[str, Any]:
     """The config of a row, as YAML would give it."""
     config = {axis: VALUES[axis][row[axis]] for axis in VALUES}
-    if PROFILE in str(config['param_order']):
-        config['param_order'] = {**config['param_order'], 'profile': profile}
+    for axis in ('param_order', 'bucketing'):
+        if PROFILE in str(config[axis]):
+            config[axis] = {**config[axis], 'profile': profile}
     return config
 
 
@@ -199,7 +201,7 @@ def train_rows(rank: int, world_size: int, rows: Sequence[Row], folder: str) -> 
     gc.collect()
     found: list[list[str]] = []
     profile = f'{folder}/profile.json'
-    if any('recorded' in row['param_order'] for row in rows):
+    if any(PROFILE in str(config_of(row, PROFILE)) for row in rows):
         record(base, profile)
     with megatron_buffer.activated('upstream'):
         init_parallel(base)

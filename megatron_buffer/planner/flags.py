@@ -1,4 +1,4 @@
-"""Options that ``megatron-buffer layout`` and ``megatron-buffer plan`` share. Upstream has no counterpart."""
+"""Options that several of the planner's commands share. Upstream has no counterpart."""
 
 from __future__ import annotations
 
@@ -51,4 +51,43 @@ def add_ddp(group: argparse._ArgumentGroup) -> None:
     group.add_argument('--num-buckets', type=int, metavar='N', help='ddp_config.num_buckets')
     group.add_argument(
         '--high-busbw', action='store_true', help='ddp_config.pad_buckets_for_high_nccl_busbw'
+    )
+
+
+def add_simulation(parser: argparse.ArgumentParser) -> None:
+    """What an iteration is made of, and over which network it runs."""
+    group = parser.add_argument_group('iteration')
+    group.add_argument(
+        '--profile',
+        metavar='FILE',
+        help='times that a run with --custom-buffer-record measured; without a model its parameters too',
+    )
+    group.add_argument(
+        '--rank-stage', type=int, default=0, metavar='N', help='pipeline stage (default 0)'
+    )
+    group.add_argument(
+        '--microbatches', type=int, metavar='N', help='micro-batches of an iteration (default: pp)'
+    )
+    group.add_argument(
+        '--micro-batch-size', type=int, default=1, metavar='N', help='sequences of one (default 1)'
+    )
+    group.add_argument(
+        '--seq-length',
+        type=int,
+        metavar='N',
+        help="tokens of a sequence (default: the model's, 8192 at most)",
+    )
+    group.add_argument(
+        '--recompute', action='store_true', help='backward runs forward once more, all of it'
+    )
+    network = parser.add_argument_group('network')
+    network.add_argument(
+        '--network', default='h100', metavar='NETWORK', help='h100 (default), h200, or a YAML file'
+    )
+    network.add_argument(
+        '--net',
+        action='append',
+        default=[],
+        metavar='KEY=VALUE',
+        help='another value of the network, such as inter_gbit_per_s=200 or tflops=500; repeatable',
     )

@@ -1,4 +1,4 @@
-"""Numbers of elements and bytes in three or four digits, for tables."""
+"""Numbers of elements, bytes and seconds in three or four digits, for tables."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def amount(elems: int) -> str:
         if elems >= scale:
             return f'{elems / scale:.{2 if unit == "B" else 1}f} {unit}'
     return f'{elems:,}'
+
+
+def duration(seconds: float) -> str:
+    """A time in three or four digits: ``1.234 s``, ``12.3 ms``, ``250 us``."""
+    for unit, scale in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
+        if abs(seconds) >= scale or unit == 'us':
+            value = seconds / scale
+            digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+            return f'{value:,.{digits}f} {unit}' if seconds else '0'
+    return '0'

@@ -44,7 +44,12 @@ Cutter = Callable[[OpenBucket], bool]
 
 
 class Bucketing(Protocol):
-    """Decides after each parameter whether its bucket ends there."""
+    """Decides after each parameter whether its bucket ends there.
+
+    One that has to know more of a buffer may have a method ``for_buffer(buffer, alignment, sharded)``: from
+    the buffer's :class:`BufferTraits`, its alignment and whether the distributed optimizer is on, it returns
+    the object whose ``cutter`` is asked instead.
+    """
 
     def cutter(
         self, params: Sequence[ParamSpec], alone: Sequence[bool], bucket_size_elems: int | None

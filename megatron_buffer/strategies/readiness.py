@@ -193,12 +193,11 @@ class CountTracker:
         No count at all teaches nothing: buffers are also zeroed before the first backward, and under
         aligned grad sync gradients are never registered. Nor does a window that was broken off.
         """
-        counted = self.num_counted
-        learns = self.adapts or self._is_first_batch
-        whole = finished or counted == len(self.params)
-        if learns and counted and whole and (self._is_first_batch or self._unequal):
-            self._golden = self.counts
-            self.is_first_batch = False
+        if self._is_first_batch or (self.adapts and self._unequal):
+            counted = self.num_counted
+            if counted and (finished or counted == len(self.params)):
+                self._golden = self.counts
+                self.is_first_batch = False
         self._numbers[:] = self._zeros
         self._unequal = self._num_expected
 

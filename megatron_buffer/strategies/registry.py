@@ -16,7 +16,7 @@ from megatron_buffer.errors import RegistryError
 _AXIS_MODULES = {
     'buffer_grouping': ('grouping',),
     'param_order': ('order', 'recorded'),
-    'bucketing': ('bucketing',),
+    'bucketing': ('bucketing', 'time_optimal'),
     'bucket_isolation': ('isolation',),
     'padding': ('padding',),
     'bucket_groups': ('bucket_groups',),
