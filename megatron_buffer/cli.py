@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer import __version__
+from megatron_buffer.ablation import command as ablation
+from megatron_buffer.ablation import report_command
 from megatron_buffer.config import (
     AXES,
     Axis,
@@ -31,8 +33,9 @@ from megatron_buffer.config_catalog import FINALIZE_STEP, one_line_meaning, orig
 from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import ConfigError, LayoutError, RegistryError
+from megatron_buffer.observe import trace_command
 from megatron_buffer.planner import command as planner
-from megatron_buffer.planner import plan_command
+from megatron_buffer.planner import plan_command, simulate_command, tune_command
 from megatron_buffer.reference import command as reference
 
 if TYPE_CHECKING:
@@ -106,6 +109,16 @@ def _parser() -> argparse.ArgumentParser:
     planner.add_layout_arguments(sub)
     sub = add('plan', plan, plan_command.SUMMARY)
     plan_command.add_plan_arguments(sub)
+    sub = add('simulate', simulate, simulate_command.SUMMARY)
+    simulate_command.add_simulate_arguments(sub)
+    sub = add('tune', tune, tune_command.SUMMARY)
+    tune_command.add_tune_arguments(sub)
+    sub = add('ablate', ablate, ablation.SUMMARY)
+    ablation.add_ablate_arguments(sub)
+    sub = add('report', report, report_command.SUMMARY)
+    report_command.add_report_arguments(sub)
+    sub = add('trace', trace, trace_command.SUMMARY)
+    trace_command.add_trace_arguments(sub)
     sub = add('diff', reference.diff, reference.SUMMARY)
     reference.add_diff_arguments(sub)
     add('doctor', doctor, 'check whether the buffer can be installed into Megatron-Core here')
@@ -301,6 +314,39 @@ def plan(options: argparse.Namespace) -> int:
     except LayoutError as error:
         _say_error(error)
         return BAD_INPUT
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Simulates an iteration of one rank."""
+    try:
+        return simulate_command.simulate(options, _console())
+    except LayoutError as error:
+        _say_error(error)
+        return BAD_INPUT
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Looks for the config with the least exposed communication, by simulation."""
+    try:
+        return tune_command.tune(options, _console())
+    except LayoutError as error:
+        _say_error(error)
+        return BAD_INPUT
+
+
+def ablate(options: argparse.Namespace) -> int:
+    """Runs a sweep."""
+    return ablation.ablate(options, _console())
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes what a sweep found as a page."""
+    return report_command.report(options, _console())
+
+
+def trace(options: argparse.Namespace) -> int:
+    """Summarises the traces of a run; something is found where its ledger is violated."""
+    return OK if trace_command.trace(options, _console()) else FOUND_SOMETHING
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -97,8 +97,9 @@ def shipped_configs() -> dict[str, Path]:
     paths = {
         path.relative_to(folder).with_suffix('').as_posix(): path for path in folder.rglob('*.yaml')
     }
-    # models/ holds architectures for the planner, not configs of a buffer.
-    return {name: paths[name] for name in sorted(paths) if not name.startswith('models/')}
+    # models/ holds architectures for the planner and sweeps/ runs for `ablate`: no configs of a buffer.
+    others = ('models/', 'ablations/sweeps/')
+    return {name: paths[name] for name in sorted(paths) if not name.startswith(others)}
 
 
 def shipped_names() -> str:

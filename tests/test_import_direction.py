@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ('liveness',),
     ('errors',),
     ('config*',),
-    ('profile', 'record_request'),
+    ('profile', 'record_request', 'observe.request'),
     ('strategies*',),
     ('layout*', 'bucket_size'),
     ('runtime', 'hook_identity'),
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         'collectives*',
         'agreement',
         'grad_values',
+        'grad_writes',
         'window',
         'prediction',
         'gather_guard',
@@ -40,10 +41,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ('buffer', 'recording*', 'gather_chain', 'checkpoint*', 'param_checks', 'embedding_agreement'),
     ('bucket_groups',),
     ('optimizer', 'wrap_checks', 'chunk_window', 'hooks'),
+    ('observe*',),
     ('ddp', 'finalize*'),
     ('cpu*',),
     ('patching*', 'planner*'),
     ('reference*',),
+    ('ablation*',),
     ('launch*',),
     ('cli*',),
     ('__main__',),
@@ -56,20 +59,32 @@ LIGHT = (
     'errors',
     'config*',
     'cli*',
+    'ablation*',
     '__main__',
     'bucket_size',
     'profile',
     'record_request',
+    'observe',
+    'observe.request',
+    'observe.trace_*',
     'planner',
     'planner.architecture',
     'planner.averages',
     'planner.command',
+    'planner.files',
+    'planner.flags',
     'planner.fold',
     'planner.hf',
     'planner.job',
     'planner.ledger',
     'planner.megatron_args',
     'planner.plan_command',
+    'planner.request',
+    'planner.simulate_command',
+    'planner.simulation',
+    'planner.timeline',
+    'planner.trace',
+    'planner.tune_command',
     'planner.units',
     'reference*',
 )
@@ -80,9 +95,17 @@ SETATTR_ON_OBJECTS = {
     ('testing.harness', 'outcome'),
     ('testing.tiny_model', 'spec.submodules'),
 }
-# Writes into modules: CPU mode, patching, the names that a constructor sees for its own duration, and the
-# plugin for upstream's tests, which has its process to itself.
-WRITERS = ('patching*', 'cpu*', 'ddp', 'testing.upstream_plugin', 'testing.upstream_standins')
+# Writes into modules: CPU mode, patching, the names that a constructor sees for its own duration, wrappers
+# around stock that only look (where somebody has asked to observe it), and the plugin for upstream's tests,
+# which has its process to itself.
+WRITERS = (
+    'patching*',
+    'cpu*',
+    'ddp',
+    'observe.seams',
+    'testing.upstream_plugin',
+    'testing.upstream_standins',
+)
 # Process-wide choices, put back as they were found: upstream's collective, multiprocessing's fork server.
 RESTORED = {
     ('collectives', '_pgb.dist_reduce_scatter_func'),
