@@ -99,7 +99,10 @@ def test_unreadable_files(write, tmp_path, monkeypatch):
         (
             'accumulation: first_rite',
             'accumulation',
-            ["strategy 'first_rite'. Did you mean 'first_write'?", 'Valid strategies: zero_then_add,'],
+            [
+                "strategy 'first_rite'. Did you mean 'first_write'?",
+                'Valid strategies: zero_then_add,',
+            ],
         ),
         ('padding: minimum', 'padding', ["strategy 'minimum'. Did you mean 'minimal'?"]),
         ('bucketing: count', 'bucketing', ['num_buckets is missing, expected an integer >= 1']),

@@ -204,10 +204,7 @@ def _run_script(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     'orders',
-    [
-        pytest.param(BY_DEFAULT, id='some'),
-        pytest.param(ORDERS, id='every', marks=pytest.mark.slow),
-    ],
+    [pytest.param(BY_DEFAULT, id='some'), pytest.param(ORDERS, id='every', marks=pytest.mark.slow)],
 )
 def test_orders_of_import_install_and_uninstall(orders: list[str]) -> None:
     answer = _run_script(f'from tests import test_patching_megatron as t; t._main({orders!r})')

@@ -76,8 +76,7 @@ def _train(rank: int, world_size: int, how: Any, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    'name',
-    [pytest.param(n, marks=[pytest.mark.slow] if n == 'all_reduce' else []) for n in CASES],
+    'name', [pytest.param(n, marks=[pytest.mark.slow] if n == 'all_reduce' else []) for n in CASES]
 )
 def test_collectives_are_the_closed_form(tmp_path: Path, name: str) -> None:
     _check_closed_form(tmp_path, name, ranks=2)
