@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_buffer.planner.view import BufferView, LayoutView
 # Of Okabe and Ito's palette, which any colour vision can tell apart, those that black text is legible on.
 _COLOURS = ('#56B4E9', '#E69F00', '#009E73', '#CC79A7', '#F0E442', '#D55E00')
 _PADDING = '#FFFFFF'
+_TITLE_CHARACTERS = 150
 _WIDTH_IN = 13.0
 _ROW_IN = 0.42
 _BUCKETS_PER_ROW = 8
@@ -62,9 +64,12 @@ def plot(view: LayoutView, path: str) -> None:
         job, config = view.job, view.runtime.config
         short = config.short_str()
         about = config.source if short == config.source else f'{config.source}: {short}'
-        figure.suptitle(
+        title = (
             f'{view.model}, stage {job.pp_rank} of {job.pp}, chunk {job.chunk} of {job.vpp}: tp {job.tp}, '
-            f'dp {job.dp}, cp {job.cp}, ep {job.ep}; {about}',
+            f'dp {job.dp}, cp {job.cp}, ep {job.ep}; {about}'
+        )
+        figure.suptitle(
+            textwrap.fill(title, _TITLE_CHARACTERS),
             fontsize=11,
             x=0.01,
             ha='left',
