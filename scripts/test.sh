@@ -12,4 +12,4 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
 cd -- "$root"
 cores=$(nproc)
-exec .venv/bin/python -m pytest -n $((cores < 8 ? cores : 8)) --dist worksteal "$@"
+exec .venv/bin/python -m pytest --durations 25 -n $((cores < 8 ? cores : 8)) --dist worksteal "$@"

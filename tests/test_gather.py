@@ -72,7 +72,7 @@ def _same_bits(rank: int, world_size: int, case: TrainCase, config: Any) -> list
 BITS = [
     (2, FULL, EAGER),
     pytest.param(4, replace(FULL, moe=True, ep=2), EAGER, marks=slow),
-    (2, FULL, {'param_gather': 'per_dtype'}),
+    pytest.param(2, FULL, {'param_gather': 'per_dtype'}, marks=slow),
     pytest.param(2, replace(FULL, bucket_size=1), EAGER, marks=slow),
     pytest.param(2, replace(FULL, pp=2), EAGER, marks=slow),
     pytest.param(4, replace(FULL, pp=2, align=False), EAGER, marks=slow),
@@ -137,7 +137,7 @@ def _after_the_step(rank: int, world_size: int, case: TrainCase, arm: Any) -> li
     ('case', 'arm', 'num_lists', 'is_eager'),
     [
         (FULL, EAGER, 1, True),
-        (replace(FULL, moe=True, ep=2), EAGER, 2, True),
+        pytest.param(replace(FULL, moe=True, ep=2), EAGER, 2, True, marks=slow),
         (FULL, 'upstream', 1, False),
         pytest.param(replace(FULL, overlap_param_gather=False), EAGER, 1, False, marks=slow),
     ],

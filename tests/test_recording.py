@@ -334,7 +334,9 @@ def gpt(**how: Any) -> Any:
     return TrainCase(dist_opt=True, overlap_grad_reduce=True, **how)
 
 
-@pytest.mark.parametrize(('vpp', 'world_size'), [(0, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ('vpp', 'world_size'), [pytest.param(0, 4, marks=pytest.mark.slow), (2, 2)]
+)
 def test_all_stages_are_in_one_file(record: dict[str, str], vpp: int, world_size: int) -> None:
     case = gpt(pp=2, vpp=vpp, layers=4, micro_batches=2, dtype='bf16')
     run_ranks(_record_gpt, world_size, case, env=record)

@@ -198,7 +198,7 @@ BITS = [
     pytest.param(2, replace(FULL, tp=2, sp=True), POSTSCALE, {}, marks=slow),
     pytest.param(2, replace(FULL, moe=True, ep=2), POSTSCALE, {}, marks=slow),
     pytest.param(2, replace(FULL, per_token_loss=True), POSTSCALE, {}, marks=slow),
-    pytest.param(4, replace(FULL, instances=2), POSTSCALE, {}),
+    pytest.param(4, replace(FULL, instances=2), POSTSCALE, {}, marks=slow),
     # What ddp_config.average_in_collective does, without it.
     pytest.param(2, FULL, AVERAGE, {'average_in_collective': True}, marks=slow),
     pytest.param(

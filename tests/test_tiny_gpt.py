@@ -30,7 +30,13 @@ ORACLE_CASES = [
 ]
 
 
-@pytest.mark.parametrize('case', ORACLE_CASES, ids=str)
+@pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (i > 2))
+        for i, case in enumerate(ORACLE_CASES)
+    ],
+)
 def test_stock_equals_the_oracle(case):
     results = run_ranks(train_and_ask_oracle, 2, case)
     owned: dict[str, int] = {}
@@ -136,7 +142,13 @@ PARALLEL_CASES = [
 ]
 
 
-@pytest.mark.parametrize(('ranks', 'case'), PARALLEL_CASES, ids=str)
+@pytest.mark.parametrize(
+    ('ranks', 'case'),
+    [
+        pytest.param(ranks, case, id=f'{ranks}-{case}', marks=[pytest.mark.slow] * (i > 1))
+        for i, (ranks, case) in enumerate(PARALLEL_CASES)
+    ],
+)
 def test_stock_trains_in_every_parallelism(ranks, case):
     for result in run_ranks(just_train, ranks, case):
         assert result['params']

@@ -158,7 +158,7 @@ def _unused(rank: int, world_size: int, config: Any, bucket_size: int) -> list[s
     return [text for text in records if 'no gradient' in text]
 
 
-@pytest.mark.parametrize('bucket_size', [1, 100, 1_000_000])
+@pytest.mark.parametrize('bucket_size', [1, pytest.param(100, marks=pytest.mark.slow), 1_000_000])
 def test_zero_fill_reduces_zeros_and_names_each_parameter_once(bucket_size: int) -> None:
     on_rank_0, on_rank_1 = run_ranks(_unused, 2, {'unused_params': 'zero_fill'}, bucket_size)
     assert len(on_rank_0) == 1
@@ -266,7 +266,7 @@ def _branching(rank: int, world_size: int, config: Any, bucket_size: int) -> lis
     return wrong
 
 
-@pytest.mark.parametrize('bucket_size', [1, 300])
+@pytest.mark.parametrize('bucket_size', [1, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('readiness', ['golden_lazy', 'golden_checked', 'golden_static'])
 def test_ranks_that_skip_different_modules_reduce_the_same_buckets(
     readiness: str, bucket_size: int
@@ -453,7 +453,7 @@ def _repeated(rank: int, world_size: int, config: Any, overlap: bool) -> list[st
     return wrong
 
 
-@pytest.mark.parametrize('overlap', [True, False])
+@pytest.mark.parametrize('overlap', [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('config', ['upstream', 'recommended'])
 def test_reductions_that_are_asked_for_twice_happen_once(config: str, overlap: bool) -> None:
     assert run_ranks(_repeated, 2, config, overlap) == [[], []]
