@@ -51,5 +51,5 @@ def test_recommended_differs_from_upstream_where_it_says_so():
     }
     upstream, recommended = to_dict(BufferConfig()), to_dict(load_config('recommended'))
     assert {key for key in upstream if upstream[key] != recommended[key]} == marked
-    runtime = {'readiness', 'dispatch_order', 'unused_params', 'finalize'}
+    runtime = {'readiness', 'dispatch_order', 'unused_params', 'accumulation', 'finalize'}
     assert marked == {*runtime, 'bucket_isolation', 'padding', 'checks'}
