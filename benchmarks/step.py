@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.compare import interleave, quiet, ratio_case
 
 HEADLINE = 'one step of a tiny GPT, 2 ranks, recommended.yaml'
-ARMS = ('upstream', 'recommended', 'recommended, first_write')
+ARMS = ('upstream', 'recommended', 'recommended, zero_then_add')
 CONFIGS: dict[str, Any] = {'upstream': 'upstream', 'recommended': 'recommended'}
 TORCH = "PyTorch's DDP"
 WARM_UP_STEPS = 2
@@ -110,13 +110,13 @@ def _case(fields: dict[str, Any]) -> Any:
 
 
 def config_of(arm: str) -> Any:
-    """The config that an arm installs: a shipped one, or that with ``first_write``."""
+    """The config that an arm installs: a shipped one, or that with ``zero_then_add``."""
     if arm in CONFIGS:
         return CONFIGS[arm]
     from megatron_buffer.config import load_config, to_dict
 
     shipped = {k: v for k, v in to_dict(load_config('recommended')).items() if v is not None}
-    return {**shipped, 'accumulation': 'first_write'}
+    return {**shipped, 'accumulation': 'zero_then_add'}
 
 
 def _turn(arm: str, fields: dict[str, Any], steps: int) -> Callable[[], float]:

@@ -100,7 +100,7 @@ def _stepped(rank: int, world_size: int) -> dict[str, list[float]]:
 def test_every_arm_of_a_step() -> None:
     for times in run_ranks(_stepped, 2, timeout_s=200):
         assert list(times) == [
-            *('stock', 'upstream', 'recommended', 'recommended, first_write', "PyTorch's DDP")
+            *('stock', 'upstream', 'recommended', 'recommended, zero_then_add', "PyTorch's DDP")
         ]
         assert all(len(turns) == 1 and turns[0] > 0 for turns in times.values())
 
