@@ -100,9 +100,11 @@ class ChunkWindow:
             self.dispatcher.flush(force_all_reduce)
         for group in self.groups:
             group.reduces_once = True
-        wait()
-        for group in self.groups:
-            group.reduces_once = False
+        try:
+            wait()
+        finally:
+            for group in self.groups:
+                group.reduces_once = False
         # Without overlap nothing can be late before the first finish of a window.
         if self.overlaps or repeated:
             self._settle()
