@@ -53,6 +53,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def _hear_interrupts() -> None:
+    """A job in the background of a shell ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Case:
     """A sweep file, its folder, and the runs that have started."""
 
@@ -80,6 +85,7 @@ class Case:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_hear_interrupts,
         )
 
     def orphan(self) -> int:
