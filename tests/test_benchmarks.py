@@ -97,6 +97,7 @@ def _stepped(rank: int, world_size: int) -> dict[str, list[float]]:
     return step.measure(rank, world_size, {'steps': 2}, arms, 1, 1)
 
 
+@pytest.mark.slow
 def test_every_arm_of_a_step() -> None:
     for times in run_ranks(_stepped, 2, timeout_s=200):
         assert list(times) == [

@@ -43,7 +43,7 @@ Stock = _do.DistributedOptimizer
 Ours = optimizer.DistributedOptimizer
 UPSTREAM = Runtime(BufferConfig())
 
-FAST = settings(max_examples=400, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 THOROUGH = settings(
     max_examples=4000,
     deadline=None,
