@@ -322,11 +322,24 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         elif not self.grad_reduce_finished:
             if not self.grad_reduce_dispatched and not self.reduces_once:
                 self._judge_alone()
-            self.start_unless_started(force_all_reduce)
+            if not self._stock_leaves_it():
+                self.start_unless_started(force_all_reduce)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
         self.grad_reduce_finished = True
         if self.runtime.config.checks.nan_in_grad:
             check_reduced_grads(self)
+
+    def _stock_leaves_it(self) -> bool:
+        """Several optimizer instances, gradients missing, and called on the group itself: stock reduces
+        nothing then, and a later gradient may still complete the group. Its chunk would reduce it.
+        """
+        return (
+            self.ddp_config.num_distributed_optimizer_instances > 1
+            and not self.reduces_once
+            and not self.is_first_batch
+            and self.runtime.config.unused_params.name == 'upstream'
+            and bool(self.irregular)
+        )
 
     def start_unless_started(self, force_all_reduce: bool | None) -> None:
         """Starts the reduction if that has not happened in this window."""
