@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_buffer.ablation import tiny
 from megatron_buffer.config import load_config
 from megatron_buffer.errors import MegatronBufferError
 
@@ -127,43 +128,15 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def megatron_flags(options: argparse.Namespace) -> list[str]:
-    """Megatron's own flags: a GPT of about 250,000 parameters in several buckets."""
-    micro_batch_size, micro_batches = 2, 3
-    flags: dict[str, Any] = {
-        'num-layers': 4,
-        'hidden-size': 64,
-        'ffn-hidden-size': 256,
-        'num-attention-heads': 4,
-        'seq-length': 64,
-        'max-position-embeddings': 64,
-        'vocab-size': 511,
-        'make-vocab-size-divisible-by': 8,
-        'tokenizer-type': 'NullTokenizer',
-        'micro-batch-size': micro_batch_size,
-        'global-batch-size': micro_batch_size * micro_batches * options.nproc,
+    """Megatron's own flags: the small GPT that sweeps train by default too."""
+    flags = tiny.flags(options.nproc) | {
         'train-iters': options.steps,
-        'lr': 3e-3,
-        'lr-decay-style': 'constant',
-        'weight-decay': 0.01,
-        'clip-grad': 1.0,
-        'ddp-bucket-size': 40_000,
-        'eval-iters': 0,
-        'eval-interval': 1000,
-        'log-interval': 1,
-        'num-workers': 0,
         'seed': 1234,
-        'transformer-impl': 'local',
-        'attention-backend': 'unfused',
         'distributed-backend': 'gloo',
     }
-    switches = (
-        *('mock-data', 'bf16', 'accumulate-allreduce-grads-in-fp32', 'use-distributed-optimizer'),
-        *('overlap-grad-reduce', 'overlap-param-gather', 'no-masked-softmax-fusion'),
-        *('no-bias-gelu-fusion', 'no-bias-dropout-fusion', 'no-gradient-accumulation-fusion'),
-        *('no-persist-layer-norm', 'no-rope-fusion'),
-    )
-    pairs = [text for flag, value in flags.items() for text in (f'--{flag}', str(value))]
-    return pairs + [f'--{switch}' for switch in switches]
+    switches = [f'--{flag}' for flag, value in flags.items() if value is True]
+    valued = ((flag, value) for flag, value in flags.items() if value is not True)
+    return [text for flag, value in valued for text in (f'--{flag}', str(value))] + switches
 
 
 def train(name: str, flags: tuple[str, ...], folder: Path, options: argparse.Namespace) -> bool:

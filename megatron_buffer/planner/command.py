@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.config import load_config, shipped_names
 from megatron_buffer.errors import ConfigError
-from megatron_buffer.planner.architecture import load_architecture, plain_name, shipped_models
-from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_sizes
+from megatron_buffer.planner.architecture import load_architecture, plain_name
+from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_model, add_sizes
 from megatron_buffer.planner.job import DdpOptions, Job
 
 if TYPE_CHECKING:
@@ -48,12 +48,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = parser.add_argument_group('model')
     source = what.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        '--model',
-        metavar='MODEL',
-        help='a YAML file with the fields of TransformerConfig and GPTModel, or the name of a shipped '
-        f'one: {", ".join(shipped_models())}',
-    )
+    add_model(source)
     source.add_argument(
         '--params-file',
         metavar='FILE',

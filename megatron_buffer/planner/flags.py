@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron_buffer.planner.architecture import shipped_models
+
 _SIZES = {
     'tp': 'tensor-parallel size',
     'pp': 'pipeline-parallel size',
@@ -15,6 +17,16 @@ _SIZES = {
     'etp': 'tensor-parallel size of experts (default: that of --tp)',
     'instances': 'num_distributed_optimizer_instances',
 }
+
+
+def add_model(source: Any) -> None:
+    """Adds ``--model``."""
+    source.add_argument(
+        '--model',
+        metavar='MODEL',
+        help='a YAML file with the fields of TransformerConfig and GPTModel, or the name of a shipped '
+        f'one: {", ".join(shipped_models())}',
+    )
 
 
 def add_sizes(group: Any, leave_out: str = '') -> None:

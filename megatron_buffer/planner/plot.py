@@ -68,12 +68,7 @@ def plot(view: LayoutView, path: str) -> None:
             f'{view.model}, stage {job.pp_rank} of {job.pp}, chunk {job.chunk} of {job.vpp}: tp {job.tp}, '
             f'dp {job.dp}, cp {job.cp}, ep {job.ep}; {about}'
         )
-        figure.suptitle(
-            textwrap.fill(title, _TITLE_CHARACTERS),
-            fontsize=11,
-            x=0.01,
-            ha='left',
-        )
+        figure.suptitle(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=11, x=0.01, ha='left')
         _legend(figure)
         figure.savefig(path, metadata={'Date': None} if path.endswith('.svg') else None)
 

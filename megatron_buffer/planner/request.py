@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_buffer.config import BufferConfig, load_config
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner import ledger
-from megatron_buffer.planner.architecture import Architecture, load_architecture, shipped_models
-from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_sizes
+from megatron_buffer.planner.architecture import Architecture, load_architecture
+from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_model, add_sizes
 from megatron_buffer.planner.hf import FAMILIES, load_hf
 from megatron_buffer.planner.job import DdpOptions, Job
 from megatron_buffer.planner.megatron_args import Flags, apply_flags, read_flags
@@ -73,12 +73,7 @@ def add_job_arguments(
     """
     what = parser.add_argument_group('model')
     source = what.add_mutually_exclusive_group(required=required)
-    source.add_argument(
-        '--model',
-        metavar='MODEL',
-        help='a YAML file with the fields of TransformerConfig and GPTModel, or the name of a shipped '
-        f'one: {", ".join(shipped_models())}',
-    )
+    add_model(source)
     source.add_argument(
         '--hf',
         metavar='CONFIG.json',
