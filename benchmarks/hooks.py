@@ -37,7 +37,8 @@ def measure(rank: int, world_size: int, reps: int) -> list[dict[str, Any]]:
     return cases
 
 
-def _of_size(size: int, reps: int) -> list[dict[str, Any]]:
+def arms_of(size: int) -> dict[str, dict[str, Any]]:
+    """By class, ours and stock's: what is measured on a model of ``size`` parameters, and how many hooks that is."""
     import torch
 
     import megatron_buffer
@@ -66,9 +67,11 @@ def _of_size(size: int, reps: int) -> list[dict[str, Any]]:
         'stock': wrapped(small_model.ddp_class()),
     }
     grad = torch.ones(PARAM_ELEMS)
-    arms: dict[str, dict[str, Any]] = {}
-    for name, model in models.items():
-        arms[name] = _arms(model, grad)
+    return {name: _arms(model, grad) for name, model in models.items()}
+
+
+def _of_size(size: int, reps: int) -> list[dict[str, Any]]:
+    arms = arms_of(size)
     cases = []
     for what in ('last micro-batch', 'earlier micro-batch'):
         bodies = {name: of_model[what] for name, of_model in arms.items()}
@@ -104,7 +107,7 @@ def _arms(model: Any, grad: Any) -> dict[str, Any]:
     def call(pairs: Any) -> None:
         for param, hook in pairs:
             param.grad = grad
-            hook()
+            hook(None, None)
 
     model.zero_grad_buffer()
     call(hooks)
@@ -113,10 +116,13 @@ def _arms(model: Any, grad: Any) -> dict[str, Any]:
     left_out = {next(iter(group.params)) for group in model.bucket_groups}
     counted = [(param, hook) for param, hook in hooks if param not in left_out]
 
-    def last() -> float:
-        seconds = cpu_timed(lambda: call(counted))()
+    def reset() -> None:
         for group in model.bucket_groups:
             group.per_param_grad_ready_counts = {}
+
+    def last() -> float:
+        seconds = cpu_timed(lambda: call(counted))()
+        reset()
         return seconds
 
     def earlier() -> None:
@@ -144,6 +150,8 @@ def _arms(model: Any, grad: Any) -> dict[str, Any]:
         'last micro-batch': last,
         'earlier micro-batch': cpu_timed(earlier),
         'bare': cpu_timed(bare),
+        'reset': cpu_timed(reset),
+        'hooks': len(counted),
         'forward pre-hooks, all gathered': cpu_timed(forward),
         'no_sync': cpu_timed(no_sync),
         'zero_grad_buffer': cpu_timed(model.zero_grad_buffer),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,20 +21,24 @@ logger = logging.getLogger(__name__)
 _ADVICE = 'All ranks must build the same model with the same config, flags and package versions.'
 
 
-def check_agreement(what: str, group: Any, group_name: str, lines: Sequence[str]) -> None:
-    """Compares ``lines`` over ``group``, by their hash; a collective, called by every rank of the group alike.
+def check_agreement(
+    what: str, group: Any, group_name: str, describe: Callable[[], Sequence[str]]
+) -> None:
+    """Compares what ``describe`` says over ``group``, by their hash; a collective, called by every rank of the group alike.
 
     Args:
         what: What is compared, for the message, such as 'the layout of buffer (bf16, fp32)'.
         group: Process group, or anything else (None, a list) where there is none to compare over.
         group_name: Its name, for the message.
-        lines: What must be equal on all ranks; sent only when the hashes differ.
+        describe: Lines that must be equal on all ranks; not asked where there is nobody to compare with, and
+            sent only when the hashes differ.
 
     Raises:
         RankMismatchError: On every rank of the group, naming the first rank and line that differ.
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
+    lines = describe()
     digests = _gather(hashlib.sha256('\n'.join(lines).encode()).hexdigest(), group)
     odd = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:

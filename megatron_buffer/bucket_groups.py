@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +60,41 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         grad_writes: Where the accumulation strategy overwrites: who watches each bucket's writes, and which
             part of its flags is the bucket's. DDP fills it in.
         params_stale: True from an optimizer step until the gather of its values is started.
+        gathers: How many groups of the chunk are not gathered; DDP sets the chunk's.
+        gathered: True when the parameters are gathered: started, and not in flight.
+        weakly: A weak reference to the group, one for all who need one.
     """
+
+    # Upstream's groups and ours together have more attributes than an object of Python's stores in one
+    # piece; what is looked at for every gradient and every window lies in slots.
+    __slots__ = (
+        '_counter',
+        '_gather_dispatched',
+        '_gather_handle',
+        '_judged',
+        'dispatcher',
+        'drain',
+        'gathered',
+        'gathers',
+        'grad_reduce_dispatched',
+        'grad_reduce_finished',
+        'grad_reduce_handle',
+        'grad_writes',
+        'graphs_write',
+        'is_last_microbatch',
+        'late_grads',
+        'late_params',
+        'on_late',
+        'param_to_name',
+        'params_stale',
+        'readiness',
+        'reduce_choice',
+        'reduces_once',
+        'runtime',
+        'scaling_plan',
+        'warned_of_export',
+        'weakly',
+    )
 
     def __init__(
         self,
@@ -87,6 +121,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         self.params_stale = False
         self.warned_of_export = False
         self.grad_writes: list[tuple[GradWrites, int, int]] = []
+        self.weakly = weakref.ref(self)
+        self.gathers = Gathers()
+        self.gathered = False
+        self._gather_handle: Any = None
+        self._gather_dispatched = False
         self._counter: Any = None
         self._judged = False
         with reduce_scatter_global_preserved():
@@ -100,6 +139,34 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             factors.pop() if len(factors) == 1 else 1.0,
             'avg' if ddp_config.average_in_collective else 'sum',
         )
+
+    # Upstream's names for the state of the gather, which several of its methods change.
+
+    @property
+    def param_gather_handle(self) -> Any:
+        """What to wait for while the gather is in flight."""
+        return self._gather_handle
+
+    @param_gather_handle.setter
+    def param_gather_handle(self, handle: Any) -> None:
+        self._gather_handle = handle
+        self._note_gathered()
+
+    @property
+    def param_gather_dispatched(self) -> bool:
+        """True once the gather was started, since the last reduction."""
+        return self._gather_dispatched
+
+    @param_gather_dispatched.setter
+    def param_gather_dispatched(self, dispatched: bool) -> None:
+        self._gather_dispatched = dispatched
+        self._note_gathered()
+
+    def _note_gathered(self) -> None:
+        gathered = self._gather_dispatched and self._gather_handle is None
+        if gathered is not self.gathered:
+            self.gathered = gathered
+            self.gathers.waiting += -1 if gathered else 1
 
     # Upstream's names for the readiness state, which its constructor and its tests use.
 
@@ -177,17 +244,15 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        on_its_own = (
-            self.grad_reduce_dispatched and self.dispatcher is None
-        )  # not judged as a chunk
-        if on_its_own and self.ddp_config.overlap_grad_reduce:
+        on_its_own = self.dispatcher is None and self.grad_reduce_dispatched
+        if on_its_own and self.ddp_config.overlap_grad_reduce:  # not judged as a chunk
             self._judge_alone()
         self.readiness.reset(finished=self.grad_reduce_finished)
         self.is_last_microbatch = True
         self.grad_reduce_finished = False
         self.grad_reduce_dispatched = False
         self._judged = False
-        if self.late_grads or self.late_params:
+        if self.late_params or self.late_grads:
             self.late_grads.clear()
             self.late_params.clear()
 
@@ -219,13 +284,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         Returns:
             A function, the same one for all parameters where that can be, and what to call it with.
         """
-        registrar = getattr(self.readiness, 'registrar', None)
-        if registrar is None:
-            return self._one_counter(self.readiness.register), param
-        count = registrar(param)
-        if isinstance(count, partial) and len(count.args) == 1 and not count.keywords:
-            return self._one_counter(count.func), count.args[0]
-        return (lambda _: count()), None
+        tracker: Any = self.readiness
+        place = tracker.place(param) if hasattr(tracker, 'place') else None
+        if place is None:  # another kind of tracker
+            return self._one_counter(tracker.register), param
+        return self._one_counter(tracker.register_at), place
 
     def _one_counter(self, counter: Callable[[Any], bool]) -> Callable[[Any], bool]:
         """The group's counter, if it equals ``counter``: bound methods are made anew at every look."""
@@ -437,6 +500,24 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         return ', '.join(names[:4]) + (f' and {len(names) - 4} more' if len(names) > 4 else '')
 
 
+class Gathers:
+    """How many bucket groups of a chunk are not gathered; what forward pre-hooks look at first.
+
+    Args:
+        groups: The chunk's; they count themselves from now on.
+
+    Attributes:
+        waiting: The number.
+    """
+
+    __slots__ = ('waiting',)
+
+    def __init__(self, groups: Sequence[ParamAndGradBucketGroup] = ()) -> None:
+        self.waiting = sum(not group.gathered for group in groups)
+        for group in groups:
+            group.gathers = self
+
+
 class Drain:
     """Groups whose reductions hold temporaries: each frees the one before it, in order of dispatch.
 
@@ -449,7 +530,7 @@ class Drain:
 
     def start(self, group: ParamAndGradBucketGroup, force_all_reduce: bool | None) -> None:
         """``group`` is about to allocate its temporaries."""
-        before, self._last = self._last(), weakref.ref(group)
+        before, self._last = self._last(), group.weakly
         if before is not None and before.grad_reduce_handle is not None:
             before.finish_grad_sync(force_all_reduce=force_all_reduce)
 

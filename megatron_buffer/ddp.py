@@ -11,7 +11,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 from megatron_buffer import __version__, errors
 from megatron_buffer import runtime as runtime_module
 from megatron_buffer.agreement import check_against_first, check_agreement
-from megatron_buffer.bucket_groups import ParamAndGradBucketGroup, partition_buckets
+from megatron_buffer.bucket_groups import Gathers, ParamAndGradBucketGroup, partition_buckets
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
 from megatron_buffer.chunk_window import ChunkWindow
@@ -33,7 +33,7 @@ from megatron_buffer.errors import ConflictError, LayoutError, RankMismatchError
 from megatron_buffer.gather_chain import maybe_chain_gathers
 from megatron_buffer.gather_guard import watch_reads
 from megatron_buffer.grad_writes import watch_writes
-from megatron_buffer.hooks import ParamSlot, backward_hook, forward_pre_hook
+from megatron_buffer.hooks import RareCases, backward_hook, forward_pre_hook
 from megatron_buffer.observe.session import observe_if_wanted
 from megatron_buffer.optimizer import DistributedOptimizer
 from megatron_buffer.param_checks import ParamData, settle_shared_storage
@@ -79,6 +79,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
 
     Attributes:
         runtime: The config in force for this model.
+        gathers: How many bucket groups are not gathered.
         fused_params: Parameters whose gradients fused kernels have written into the buffer.
         grad_writes: What was written in this window, per buffer that is overwritten and not zeroed.
     """
@@ -97,7 +98,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         runtime = runtime_module.resolve(buffer_config)
         errors.start_watch()
         # Before upstream's constructor, which asks for the hooks; nn.Module's __setattr__ is not ready.
-        object.__setattr__(self, '_slots', [])
+        object.__setattr__(self, '_rare_cases', [])
         object.__setattr__(self, 'fused_params', [])
         overwrites = getattr(runtime.accumulation, 'overwrites', False)
         object.__setattr__(self, '_overwrites', overwrites)
@@ -124,6 +125,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._check_bucket_size(requested_elems)
         self._check_layouts(full_param_layout)
         self._apply_scaling(config)
+        self.gathers = Gathers(self._all_groups())
         self.grad_writes = watch_writes(self) if self._overwrites else []
         self._window = ChunkWindow(self, config, self._names())
         self._param_data = ParamData(runtime.config.checks.replaced_param_data, self._all_buffers())
@@ -232,8 +234,8 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         """A hook that looks nothing up and holds no model; upstream: ``_make_backward_post_hook``."""
-        self._slots.append(ParamSlot(self, param, super()._make_backward_post_hook(param)))
-        return backward_hook(self._slots[-1], self._overwrites)
+        self._rare_cases.append(RareCases(self, param, super()._make_backward_post_hook(param)))
+        return backward_hook(self._rare_cases[-1], self._overwrites)
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
         """A hook that looks nothing up and holds no model; upstream: ``_make_forward_pre_hook``."""
@@ -392,12 +394,18 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             return
         own = f'megatron-buffer {__version__}, config hash {self.runtime.hash}'
         versions = '; '.join([own, *third_party_origins(self.runtime.config)])
-        experts = _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
-        dense = [
-            versions,
-            *_describe(self.buffers, self.bucket_groups),
-            f'{len(self.expert_parallel_buffers)} expert buffers',
-        ]
+
+        @cache
+        def dense() -> list[str]:
+            return [
+                versions,
+                *_describe(self.buffers, self.bucket_groups),
+                f'{len(self.expert_parallel_buffers)} expert buffers',
+            ]
+
+        def experts() -> list[str]:
+            return _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
+
         comparisons = [
             (self.dp_cp_group, 'data-parallel', dense),
             (self.tp_group, 'tensor-parallel', dense),
@@ -405,9 +413,9 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         if self.expert_parallel_buffers:
             comparisons.append((self.expt_dp_group, 'expert data-parallel', experts))
         found: list[RankMismatchError] = []
-        for group, name, lines in comparisons:
+        for group, name, describe in comparisons:
             try:
-                check_agreement('the buffer', group, name, lines)
+                check_agreement('the buffer', group, name, describe)
             except RankMismatchError as error:  # the next group's ranks wait for this one too
                 found.append(error)
         if found:

@@ -43,7 +43,7 @@ def maybe_chain_gathers(ddp: Any, chunk: ModelChunk) -> None:
         chain_gathers(groups, order)
         lines += [f'the group that starts with {names[i][0]}' for i in order]
     if ddp.runtime.config.checks.rank_agreement:
-        check_agreement('the order of gathers', ddp.dp_cp_group, 'data-parallel', lines)
+        check_agreement('the order of gathers', ddp.dp_cp_group, 'data-parallel', lambda: lines)
 
 
 def chain_gathers(groups: Sequence[Any], order: Sequence[int]) -> None:

@@ -201,7 +201,7 @@ def watch_reads(ddp: DistributedDataParallel) -> None:
             _settle_for_export(wrapped, module)
 
     for module in ddp.module.modules():
-        if any(param.requires_grad for param in module.parameters(recurse=False)):
+        if any(param is not None and param.requires_grad for param in module._parameters.values()):
             module.register_state_dict_pre_hook(before_export)
 
 

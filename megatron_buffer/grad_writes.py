@@ -147,9 +147,9 @@ def watch_writes(ddp: DistributedDataParallel) -> list[GradWrites]:
             first = writes.index[bucket.params_list[0]]
             group = ddp.param_to_bucket_group[bucket.params_list[0]]
             group.grad_writes.append((writes, first, first + len(bucket.params_list)))
-        for slot in ddp._slots:
-            if slot.param in writes.index:
-                slot.follow(writes, writes.index[slot.param])
+        for rare in ddp._rare_cases:
+            if rare.param in writes.index:
+                rare.follow(writes, writes.index[rare.param])
     _log(ddp, reasons)
     return made
 

@@ -12,17 +12,19 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable
-from functools import partial
+from operator import is_
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_buffer.errors import ReadinessError
+from megatron_buffer.grad_writes import captures_graphs
 from megatron_buffer.hook_identity import as_upstreams
 from megatron_buffer.window import accumulate_late
 
 if TYPE_CHECKING:
-    from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
+    from megatron_buffer.bucket_groups import Gathers, ParamAndGradBucketGroup
     from megatron_buffer.ddp import DistributedDataParallel
     from megatron_buffer.grad_writes import GradWrites
 
@@ -30,40 +32,58 @@ _ddp = importlib.import_module('megatron.core.distributed.distributed_data_paral
 
 
 class ParamSlot:
-    """One parameter's place in backward. The wrapped model owns it; autograd gets a weak reference.
+    """One parameter's place in backward: what its hook needs each time. Autograd owns it.
 
-    Autograd's C++ node holds the hook, and upstream's closure holds the model. Any tensor whose graph
-    reaches the node (an fp32 main_param, a kept auxiliary loss) would make a cycle that Python's collector
-    cannot see, and the model and its buffers would never be freed.
+    Autograd's C++ node holds the hook, and any tensor whose graph reaches the node (an fp32 main_param, a kept
+    auxiliary loss) would make a cycle that Python's collector cannot see, so that the model and its buffers
+    would never be freed. So a slot holds nothing of the model but the parameter, which the node holds too.
 
     Args:
-        ddp: The wrapped chunk.
-        param: The parameter.
-        upstream_hook: Upstream's closure for it.
+        rare: What the parameter's hook falls back on; the wrapped model owns it.
+        group: The parameter's bucket group, one reference for all slots of the group.
 
     Attributes:
         count: Counts a gradient, given ``counted``; True when the group became complete with it.
         counted: The parameter, as the counter knows it.
+        fused: A fused kernel writes the gradient; zero_grad_buffer knows of it.
         flags: Which views may be added to, where the accumulation strategy overwrites; see ``GradWrites``.
         index: The parameter's place in ``flags``.
         overwrite: Writes the first gradient of a window over what the last one has left.
+        registers: Gradients are reduced while backward runs.
     """
 
     __slots__ = (
-        '__weakref__',
-        '_noted',
-        '_writes',
         'count',
         'counted',
-        'ddp',
         'flags',
+        'fused',
         'group',
         'index',
         'overwrite',
         'param',
+        'rare',
         'registers',
-        'upstream_hook',
     )
+
+    def __init__(self, rare: RareCases, group: weakref.ref[ParamAndGradBucketGroup]) -> None:
+        self.param: Any = rare.param  # Megatron's attributes are not torch's
+        self.group = group
+        self.registers: bool = rare.ddp.ddp_config.overlap_grad_reduce
+        self.count, self.counted = rare.group.grad_counter(rare.param)
+        self.fused = False
+        self.flags, self.index = _WRITTEN, 0
+        self.overwrite: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
+        self.rare = weakref.ref(rare)
+
+
+class RareCases:
+    """What the hook of one parameter does when it is not simply adding. The wrapped model owns it.
+
+    Args:
+        ddp: The wrapped chunk.
+        param: The parameter.
+        upstream_hook: Upstream's closure for it, which holds the model.
+    """
 
     def __init__(
         self,
@@ -72,32 +92,28 @@ class ParamSlot:
         upstream_hook: Callable[..., None],
     ) -> None:
         self.ddp = ddp
-        self.param: Any = param  # Megatron's attributes are not torch's
+        self.param: Any = param
         self.group: ParamAndGradBucketGroup = ddp.param_to_bucket_group[param]
         self.upstream_hook = upstream_hook
-        self.registers: bool = ddp.ddp_config.overlap_grad_reduce
-        self.count, self.counted = self.group.grad_counter(param)
-        self._noted = False
+        self.slot = ParamSlot(self, self.group.weakly)
         self._writes: GradWrites | None = None
-        self.flags, self.index = _WRITTEN, 0
-        self.overwrite: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
 
     def follow(self, writes: GradWrites, index: int) -> None:
         """From the next window on the first gradient overwrites, unless the view was zeroed."""
         self._writes = writes
-        self.flags, self.index = writes.flags, index
+        self.slot.flags, self.slot.index = writes.flags, index
         in_buffer = self.param.main_grad
         if in_buffer.is_cuda or in_buffer.dtype == self.param.dtype:
-            self.overwrite = _writes_sum(in_buffer.dtype, in_buffer.device)
+            self.slot.overwrite = _writes_sum(in_buffer.dtype, in_buffer.device)
 
-    def out_of_the_ordinary(self, *args: Any) -> None:
+    def upstreams_way(self, *args: Any) -> None:
         """Late, without a gradient, with a graph, or in a capture: as upstream does it.
 
         A gradient that comes after its group was dispatched is seen here, before it is added.
         """
         if self.param.grad_added_to_main_grad:
             self.note_fused()
-        if not self.flags[self.index] and not _ddp.is_graph_capturing():
+        if not self.slot.flags[self.slot.index] and not _ddp.is_graph_capturing():
             self.make_addable()
         if self.group.grad_reduce_dispatched and not _ddp.is_graph_capturing():
             accumulate_late(self.group, self.param, self.upstream_hook, *args)
@@ -106,8 +122,8 @@ class ParamSlot:
 
     def note_fused(self) -> None:
         """A fused kernel writes this gradient: zero_grad_buffer has to take its mark back."""
-        if not self._noted:
-            self._noted = True
+        if not self.slot.fused:
+            self.slot.fused = True
             self.ddp.fused_params.append(self.param)
 
     def make_addable(self) -> None:
@@ -117,11 +133,11 @@ class ParamSlot:
             ReadinessError: If a fused kernel has added to what the last window left.
         """
         assert self._writes is not None, 'only who follows the writes finds something not written'
-        param = self.param
+        param, slot = self.param, self.slot
         if not param.grad_added_to_main_grad:
-            self._writes.settle(self.index, self.index + 1)
+            self._writes.settle(slot.index, slot.index + 1)
         elif getattr(param, 'overwrite_main_grad', False):
-            self.flags[self.index] = 1
+            slot.flags[slot.index] = 1
         else:
             raise ReadinessError(
                 f'a fused kernel has added to the gradient of {self.group.names([param])[0]}, which was not '
@@ -130,78 +146,99 @@ class ParamSlot:
                 'wrapping'
             )
 
-    def complete(self) -> None:
-        """The last gradient of the group is in."""
-        self.group.grads_complete(self.ddp.force_all_reduce)
 
-
-def backward_hook(slot: ParamSlot, overwrites: bool = False) -> Callable[..., None]:
+def backward_hook(rare: RareCases, overwrites: bool = False) -> Callable[..., None]:
     """The hook that autograd calls when it has accumulated into ``param.grad``.
 
     What a hook is made of counts: with thousands of parameters each object that a hook touches is one that the
-    processor's caches have forgotten since the last call.
+    processor's caches have forgotten since the last call. A bound method and a slot are two.
 
     Args:
-        slot: The parameter's.
+        rare: The parameter's.
         overwrites: The first gradient of a window overwrites what the last one left.
     """
-    return partial(_write_first if overwrites else _add, weakref.ref(slot))
+    plain = _write_first if overwrites else _add
+    if captures_graphs(rare.ddp.config):
+        plain = _write_first_unless_capturing if overwrites else _add_unless_capturing
+    return MethodType(plain, rare.slot)
 
 
-def _add(this: weakref.ref[ParamSlot], *unused: Any) -> None:
-    slot = this()
-    if slot is None:
+def _add(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
+    param, group = slot.param, slot.group()
+    if group is None:
         return
-    param, group = slot.param, slot.group
     grad = param.grad
-    if (
-        grad is None
-        or group.grad_reduce_dispatched
-        or grad.requires_grad
-        or _ddp.is_graph_capturing()
-    ):
-        slot.out_of_the_ordinary(*unused)
+    if grad is None or group.grad_reduce_dispatched or grad.requires_grad:
+        _rarely(slot, inputs, outputs)
         return
-    if not param.grad_added_to_main_grad:
-        param.main_grad.add_(grad)
+    if param.grad_added_to_main_grad:
+        _after_fused(slot, param, grad)
     else:
-        slot.note_fused()
-        if getattr(param, 'zero_out_wgrad', False):
-            param.main_grad.add_(grad)
+        param.main_grad.add_(grad)
     param.grad = None
-    if slot.registers and group.is_last_microbatch and slot.count(slot.counted):
-        slot.complete()
+    if group.is_last_microbatch and slot.registers and slot.count(slot.counted):
+        _complete(slot, group)
 
 
-def _write_first(this: weakref.ref[ParamSlot], *unused: Any) -> None:
-    slot = this()
-    if slot is None:
+def _write_first(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
+    param, group = slot.param, slot.group()
+    if group is None:
         return
-    param, group = slot.param, slot.group
     grad = param.grad
-    if (
-        grad is None
-        or group.grad_reduce_dispatched
-        or grad.requires_grad
-        or param.grad_added_to_main_grad
-        or _ddp.is_graph_capturing()
-    ):
-        slot.out_of_the_ordinary(*unused)
+    if grad is None or group.grad_reduce_dispatched or grad.requires_grad:
+        _rarely(slot, inputs, outputs)
         return
     flags, index = slot.flags, slot.index
     if flags[index]:
-        param.main_grad.add_(grad)
-    elif grad.is_sparse:
-        slot.make_addable()
-        param.main_grad.add_(grad)
+        if param.grad_added_to_main_grad:
+            _after_fused(slot, param, grad)
+        else:
+            param.main_grad.add_(grad)
+    elif param.grad_added_to_main_grad or grad.is_sparse:
+        _rarely(slot, inputs, outputs)
+        return
     else:
         flags[index] = 1
         slot.overwrite(param.main_grad, grad)
     param.grad = None
-    if slot.registers and group.is_last_microbatch and slot.count(slot.counted):
-        slot.complete()
+    if group.is_last_microbatch and slot.registers and slot.count(slot.counted):
+        _complete(slot, group)
 
 
+def _complete(slot: ParamSlot, group: ParamAndGradBucketGroup) -> None:
+    """The last gradient of the group is in."""
+    rare = slot.rare()
+    if rare is not None:
+        group.grads_complete(rare.ddp.force_all_reduce)
+
+
+def _after_fused(slot: ParamSlot, param: Any, grad: torch.Tensor) -> None:
+    """The backward pass has added the gradient itself; ``grad`` is a dummy, or a part that is still to be added."""
+    if not slot.fused:
+        rare = slot.rare()
+        if rare is not None:
+            rare.note_fused()
+    if getattr(param, 'zero_out_wgrad', False):
+        param.main_grad.add_(grad)
+
+
+def _rarely(slot: ParamSlot, *args: Any) -> None:
+    rare = slot.rare()
+    if rare is not None:
+        rare.upstreams_way(*args)
+
+
+def _unless_capturing(plain: Callable[..., None]) -> Callable[..., None]:
+    """The same for a model whose CUDA graphs are captured, in which nothing is counted."""
+
+    def hook(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
+        (_rarely if _ddp.is_graph_capturing() else plain)(slot, inputs, outputs)
+
+    return hook
+
+
+_add_unless_capturing = _unless_capturing(_add)
+_write_first_unless_capturing = _unless_capturing(_write_first)
 _WRITTEN = bytearray(b'\1')  # of a slot that follows no one
 
 
@@ -220,25 +257,29 @@ def _writes_sum(
 def forward_pre_hook(ddp: DistributedDataParallel) -> Callable[..., None]:
     """The hook of one module: its parameters' groups must be gathered before it runs.
 
-    The groups are looked up again when the module's parameters are other ones than before.
+    While everything is gathered it looks at one flag. The groups are looked up again when the module's
+    parameters are other ones than before.
     """
     this = weakref.ref(ddp)
-    known: list[int] = []
+    gathers: Gathers | None = None
+    known: tuple[Any, ...] = ()
     groups: tuple[ParamAndGradBucketGroup, ...] = ()
 
-    def hook(module: torch.nn.Module, *unused: Any) -> None:
-        nonlocal known, groups
+    def hook(module: torch.nn.Module, inputs: Any = None) -> None:
+        nonlocal gathers, known, groups
+        if gathers is not None and not gathers.waiting:
+            return
         params = module._parameters
         if not params:
             return
-        now = list(map(id, params.values()))
-        if now != known:
+        if len(known) != len(params) or not all(map(is_, known, params.values())):
             ddp = this()
             if ddp is None:
                 return
-            known, groups = now, _groups_of(ddp, params.values())
+            gathers, known = ddp.gathers, tuple(params.values())
+            groups = _groups_of(ddp, known)
         for group in groups:
-            if group.param_gather_dispatched and group.param_gather_handle is None:
+            if group.gathered:
                 continue
             if _ddp.is_graph_capturing():
                 return

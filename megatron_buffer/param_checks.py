@@ -18,7 +18,7 @@ from megatron_buffer.param_layout import has_own_address
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 256
+_AT_ONCE = 16
 
 
 class Shared(NamedTuple):
@@ -37,17 +37,15 @@ class Shared(NamedTuple):
 
 def shared_storage(module: torch.nn.Module) -> list[Shared]:
     """Trainable parameters that overlap with another parameter or buffer of ``module``."""
-    by_storage: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in _tensors(module):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() == 0 or tensor.numel() == 0:
-            continue
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        by_storage.setdefault(storage.data_ptr(), []).append(
-            (start, start + _extent_bytes(tensor), name, tensor)
-        )
+        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     found: list[Shared] = []
-    for members in by_storage.values():
+    for address, tensors in by_storage.items():
+        if len(tensors) == 1 or address == 0:
+            continue
+        members = [(*_extent_bytes(tensor), name, tensor) for name, tensor in tensors]
+        members = [member for member in members if member[-1].numel()]
         members.sort(key=lambda member: member[:2])
         for index, (start, end, name, tensor) in enumerate(members):
             for other_start, _, other_name, other in members[index + 1 :]:
@@ -234,9 +232,10 @@ def _is_trainable(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
+def _extent_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor's first element starts and its last one ends, in bytes."""
     steps: Sequence[int] = [
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
-    return (sum(steps) + 1) * tensor.element_size()
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + sum(steps) + 1) * tensor.element_size()

@@ -51,6 +51,9 @@ def has_own_address(param: torch.nn.Parameter) -> bool:
 
     0.18 has no name for grouped tensors; what all wrappers have in common is a storage without an address.
     """
+    data = param.data
+    if type(data) is torch.Tensor and data.layout is torch.strided:
+        return True  # most parameters; the other questions take longer
     if uses_quantized_storage(param):
         return False
     try:
@@ -85,7 +88,9 @@ def group_params_for_buffers(
                 'not require a gradient; hand over trainable parameters only'
             )
         key = _key_of(param, runtime, grad_reduce_in_fp32)
-        logical = dataclasses.replace(key, param_dtype=param.dtype)
+        logical = key
+        if key.param_dtype != param.dtype:
+            logical = dataclasses.replace(key, param_dtype=param.dtype)
         index = next_index.get(logical, 0)
         next_index[logical] = index + 1
         grouped.setdefault(key, []).append((param, index))

@@ -218,7 +218,10 @@ class Recorder:
         """The median over the iterations, then the mean over the ranks: a collective of both kinds."""
         params = list(trainable(ddp.module).values())
         check_agreement(
-            'the recorded model chunk', ddp.dp_cp_group, 'data-parallel', [self.key, *self._names]
+            'the recorded model chunk',
+            ddp.dp_cp_group,
+            'data-parallel',
+            lambda: [self.key, *self._names],
         )
         if self._on_cuda:
             torch.cuda.synchronize()

@@ -90,7 +90,9 @@ class ForwardUse:
         self._handles = [
             child.register_forward_pre_hook(as_upstreams(self._hook(name)))
             for name, child in module.named_modules()
-            if any(param.requires_grad for param in child.parameters(recurse=False))
+            if any(
+                param is not None and param.requires_grad for param in child._parameters.values()
+            )
         ]
         self._known = bool(self._handles)
 

@@ -7,9 +7,8 @@ hashable parameters, so it is tested without a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import partial
-from operator import ne
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from megatron_buffer.config_runtime import Deferred as DeferredParams
@@ -21,7 +20,7 @@ from megatron_buffer.strategies.registry import strategy
 
 Counts = dict[Hashable, int]
 OnLate = Literal['warn', 'reduce', 'error']
-_UNKNOWN = -2  # no count equals it, nor does one less
+_UNKNOWN = -1  # no number of gradients equals it
 
 
 class ReadinessTracker(Protocol):
@@ -97,9 +96,9 @@ class Readiness(Protocol):
 class CountTracker:
     """Compares counts with those of an earlier window, or with a prediction.
 
-    Complete means that every parameter was registered exactly as often as expected. ``_unequal`` is the
-    number of parameters whose count differs from the expected one, so a gradient costs one comparison of
-    integers instead of one of whole dictionaries.
+    Complete means that every parameter was registered exactly as often as expected. A gradient is an entry in a
+    list: only when there are as many as expected can they be the expected ones, and only then are they compared.
+    Once there are as many and other ones, more cannot mend it.
 
     Args:
         params: The group's parameters.
@@ -107,6 +106,20 @@ class CountTracker:
             good.
         overlaps: False never calls a group complete: everything is dispatched at finish.
     """
+
+    __slots__ = (
+        '_arrived',
+        '_expected',
+        '_expected_once',
+        '_golden',
+        '_index',
+        '_is_complete',
+        '_is_first_batch',
+        '_num_expected',
+        '_overlaps',
+        'adapts',
+        'params',
+    )
 
     def __init__(
         self, params: Iterable[Hashable], *, adapts: bool = False, overlaps: bool = True
@@ -116,13 +129,12 @@ class CountTracker:
         self._is_first_batch = True
         self._overlaps = overlaps
         self._index = {param: i for i, param in enumerate(self.params)}
-        # By index; both are changed in place only, since registrars hold them.
-        self._zeros = [0] * len(self.params)
-        self._numbers = list(self._zeros)
-        self._expected = [_UNKNOWN] * len(self.params)
-        self._num_expected = 0
+        self._arrived: list[int] = []  # indices of the parameters, in order of their gradients
+        self._is_complete = False
         self._golden: Counts = {}
-        self._unequal = 0
+        self._expected: Counter[int] = Counter()  # golden, by index
+        self._expected_once: set[int] | None = None  # golden, where nothing is expected twice
+        self._num_expected = _UNKNOWN
 
     @property
     def is_first_batch(self) -> bool:
@@ -132,24 +144,23 @@ class CountTracker:
     @is_first_batch.setter
     def is_first_batch(self, value: bool) -> None:
         self._is_first_batch = value
-        self._recount()
+        self._set_expected()
 
     @property
     def counts(self) -> Counts:
         """Counts of this window, of the parameters that have any; a copy."""
-        return {p: n for p, n in zip(self.params, self._numbers, strict=True) if n}
+        numbers = Counter(self._arrived)
+        return {param: n for i, param in enumerate(self.params) if (n := numbers[i])}
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        self._numbers[:] = self._zeros
-        for param, count in counts.items():
-            self._numbers[self._index[param]] = count
-        self._recount()
+        self._arrived = [self._index[param] for param, n in counts.items() for _ in range(n)]
+        self._is_complete = False
 
     @property
     def num_counted(self) -> int:
         """How many parameters have a count in this window."""
-        return len(self._numbers) - self._numbers.count(0)
+        return len(set(self._arrived))
 
     @property
     def golden(self) -> Counts:
@@ -159,7 +170,7 @@ class CountTracker:
     @golden.setter
     def golden(self, counts: Counts) -> None:
         self._golden = counts
-        self._recount()
+        self._set_expected()
 
     def expect(self, golden: Counts) -> None:
         """From now on a group is complete when it has these counts."""
@@ -168,24 +179,20 @@ class CountTracker:
 
     def register(self, param: Hashable) -> bool:
         """Counts a gradient; where counts are known, tells whether the group became complete."""
-        return self._register_at(self._index[param])
+        return self.register_at(self._index[param])
 
-    def registrar(self, param: Hashable) -> Callable[[], bool]:
-        """``register`` for one parameter, which is looked up here and not at every gradient."""
-        if type(self).register is not CountTracker.register:  # a subclass has its own
-            return partial(self.register, param)
-        return partial(self._register_at, self._index[param])
+    def place(self, param: Hashable) -> int | None:
+        """What ``register_at`` takes for ``param``; None where a subclass has a ``register`` of its own."""
+        return self._index[param] if type(self).register is CountTracker.register else None
 
-    def _register_at(self, index: int) -> bool:
-        number = self._numbers[index] + 1
-        self._numbers[index] = number
-        expected = self._expected[index]
-        if number == expected:
-            self._unequal -= 1
-            return self._unequal == 0 and self._overlaps
-        if number == expected + 1:
-            self._unequal += 1
-        return False
+    def register_at(self, index: int) -> bool:
+        """``register`` for a parameter that was looked up before."""
+        arrived = self._arrived
+        arrived.append(index)
+        if len(arrived) != self._num_expected:
+            return False
+        self._is_complete = self._are_expected()
+        return self._is_complete and self._overlaps
 
     def reset(self, finished: bool = True) -> None:
         """Learns from the window, where there is something to learn; starts a new one.
@@ -193,41 +200,53 @@ class CountTracker:
         No count at all teaches nothing: buffers are also zeroed before the first backward, and under
         aligned grad sync gradients are never registered. Nor does a window that was broken off.
         """
-        if self._is_first_batch or (self.adapts and self._unequal):
+        if self._is_first_batch or (self.adapts and not self.is_regular()):
             counted = self.num_counted
             if counted and (finished or counted == len(self.params)):
                 self._golden = self.counts
                 self.is_first_batch = False
-        self._numbers[:] = self._zeros
-        self._unequal = self._num_expected
+        self._arrived.clear()
+        self._is_complete = False
 
     def is_regular(self) -> bool:
         """In the first window all parameters or none; later, exactly the golden counts."""
         if self._is_first_batch:
             return self.num_counted in (0, len(self.params))
-        return self._unequal == 0
+        if len(self._arrived) != self._num_expected:
+            return False
+        return self._is_complete or self._are_expected()
 
     def missing(self) -> list[Hashable]:
         """In the first window, parameters without any gradient; later, those short of golden."""
-        wanted = [1] * len(self.params) if self._is_first_batch else self._expected
-        pairs = zip(self.params, self._numbers, wanted, strict=True)
-        return [param for param, number, expected in pairs if number < expected]
+        every = range(len(self.params))
+        wanted = Counter(every) if self._is_first_batch else self._expected
+        short = wanted - Counter(self._arrived)
+        return [self.params[i] for i in every if i in short]
 
     def surplus(self) -> list[Hashable]:
         """Parameters registered more often than expected."""
         if self._is_first_batch:
             return []
-        pairs = zip(self.params, self._numbers, self._expected, strict=True)
-        return [param for param, number, expected in pairs if number > expected]
+        extra = Counter(self._arrived) - self._expected
+        return [param for i, param in enumerate(self.params) if i in extra]
 
-    def _recount(self) -> None:
+    def _are_expected(self) -> bool:
+        """Whether as many gradients as expected are the expected ones."""
+        if self._expected_once is not None:
+            return set(self._arrived) == self._expected_once
+        return Counter(self._arrived) == self._expected
+
+    def _set_expected(self) -> None:
+        self._is_complete = False
+        self._expected_once = None
         if self._is_first_batch:
-            self._expected[:] = [_UNKNOWN] * len(self.params)
-            self._unequal = self._num_expected = 0
+            self._expected, self._num_expected = Counter(), _UNKNOWN
             return
-        self._expected[:] = [self._golden.get(param, 0) for param in self.params]
-        self._num_expected = len(self.params) - self._expected.count(0)
-        self._unequal = sum(map(ne, self._numbers, self._expected))
+        counts = {i: self._golden.get(param, 0) for i, param in enumerate(self.params)}
+        self._expected = Counter({i: count for i, count in counts.items() if count})
+        self._num_expected = self._expected.total()
+        if self._num_expected == len(self._expected):
+            self._expected_once = set(self._expected)
 
 
 @strategy('readiness', GoldenLazyParams)
