@@ -5,7 +5,8 @@
 #   VERSION  of megatron-core, exactly as the package registry has it (default: 0.18.2 0.19.2)
 #
 # An environment holds megatron-core only and takes everything else, torch too, from .venv (made by
-# scripts/setup.sh where it is missing); so each costs some 20 MB. They are kept, and used again.
+# scripts/setup.sh where it is missing); so each costs some 20 MB. They are kept, and used again. Tests are
+# spread over the cores as scripts/test.sh does it.
 # Exit code: 0 if the suite passes with every version, 1 if not, 2 for bad input.
 set -euo pipefail
 
@@ -79,13 +80,15 @@ scripts/setup.sh
 for version in "${versions[@]}"; do
     make_environment "$version" || exit 2
 done
+cores=$(nproc)
+spread=(-n $((cores < 8 ? cores : 8)) --dist worksteal)
 rows=()
 failed=0
 for version in "${versions[@]}"; do
     printf '\n==== megatron-core %s\n' "$version"
     begin=$SECONDS
     log=.venvs/$version.log
-    if .venvs/"$version"/bin/python -m pytest "$@" 2>&1 | tee -- "$log"; then
+    if .venvs/"$version"/bin/python -m pytest "${spread[@]}" "$@" 2>&1 | tee -- "$log"; then
         result=passed
     else
         result=FAILED

@@ -5,8 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.te_cpu import location
+
+settings.register_profile('shared machines', deadline=None)
+settings.load_profile('shared machines')
 
 MARKERS = {
     'slow': 'part of the slow matrix; runs with --slow',
