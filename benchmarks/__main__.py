@@ -8,9 +8,9 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.compare import machine
+from benchmarks.compare import CannotRun, machine
 
-NAMES = ('hooks', 'accumulate', 'step', 'startup', 'gpu', 'overlap')
+NAMES = ('hooks', 'accumulate', 'step', 'startup', 'gpu', 'overlap', 'network', 'instructions')
 
 
 def main() -> int:
@@ -27,7 +27,11 @@ def main() -> int:
     results: dict[str, Any] = {}
     for name in options.names:
         module = importlib.import_module(f'benchmarks.{name}')
-        result = module.run(options.reps)
+        try:
+            result = module.run(options.reps)
+        except CannotRun as reason:
+            sys.stderr.write(f'{name}: {reason}\n')
+            return 2
         if reason := result.get('skipped'):
             sys.stdout.write(f'{name}: skipped, {reason}\n')
             results[name] = result

@@ -19,6 +19,10 @@ from typing import Any
 Arm = Callable[[], float]
 
 
+class CannotRun(Exception):
+    """A benchmark needs what is not here; says what, in one sentence."""
+
+
 def quiet() -> None:
     """What the models say when they are wrapped would bury the table."""
     logging.disable(logging.WARNING)

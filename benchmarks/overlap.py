@@ -1,8 +1,7 @@
 """Exposed reductions on a slowed network: what the simulator says of a bucketing, and what a run measures.
 
-Two real ranks over gloo train a model of equal layers whose backward takes a known time each. In our
-collective layer every reduction is put into a queue that takes a startup time and a time per byte for each,
-so that the network is slow in a known way. The times at which gradients arrive are recorded by
+Two real ranks over gloo train a model of equal layers whose backward takes a known time each, on a network
+that is slow in a known way (:mod:`benchmarks.slow_network`). The times at which gradients arrive are recorded by
 ``--custom-buffer-record``'s own recorder; ``megatron-buffer simulate`` then predicts, for a sweep of
 bucketings, how long the optimizer has to wait for reductions. The measured waits are compared in rank:
 Spearman's coefficient, over the medians of rounds in which all bucketings take turns. Rounds are added until
@@ -11,7 +10,6 @@ one half of them ranks the bucketings as the other half does.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -19,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from benchmarks.slow_network import SlowNetwork, simulate_all, sleeper
 
 LAYERS, WIDTH = 16, 48
 BACKWARD_S = 0.010
@@ -41,18 +41,24 @@ def run(reps: int) -> dict[str, Any]:
             'MEGATRON_BUFFER_RECORD_STEPS': '3',
         }
         run_ranks(record, RANKS, env=env, timeout_s=300)
-        network = os.path.join(folder, 'network.yaml')
-        with open(network, 'w') as file:
-            json.dump(slow_network(), file)
-        simulated = run_ranks(
-            simulate_all, 1, env['MEGATRON_BUFFER_RECORD'], network, init=False, timeout_s=300
+        profile = env['MEGATRON_BUFFER_RECORD']
+        network = slow_network().as_file(os.path.join(folder, 'network.yaml'))
+        arguments = ['--profile', profile, '--network', network, '--fp32']
+        said = run_ranks(
+            simulate_all,
+            1,
+            folder,
+            [config_of(layers, profile, network) for layers in SWEEP],
+            [arguments] * len(SWEEP),
+            init=False,
+            timeout_s=300,
         )[0]
         rounds = run_ranks(
             measure,
             RANKS,
-            env['MEGATRON_BUFFER_RECORD'],
+            profile,
             network,
-            [case['groups'] for case in simulated],
+            [len(one['groups']) for one in said],
             max(reps, FEWEST_ROUNDS),
             timeout_s=1200,
         )[0]
@@ -60,8 +66,8 @@ def run(reps: int) -> dict[str, Any]:
     cases = [
         {
             'what': name_of(layers),
-            'groups': simulated[i]['groups'],
-            'simulated_s': simulated[i]['exposed_s'],
+            'groups': len(said[i]['groups']),
+            'simulated_s': said[i]['times']['exposed_grad_s'],
             'measured_s': measured[i],
             'measured_all_s': [r[i] for r in rounds],
         }
@@ -81,14 +87,9 @@ def name_of(layers: int) -> str:
     return f'fixed_size, {layers} layers' if layers else 'time_optimal'
 
 
-def slow_network() -> dict[str, float | int]:
-    """The queue as a network: of two ranks half of the bytes travel."""
-    return {
-        'launch_us': STARTUP_S * 1e6,
-        'intra_latency_us': 0.0,
-        'intra_gbyte_per_s': 0.5 / S_PER_BYTE / 1e9,
-        'efficiency': 1.0,
-    }
+def slow_network() -> SlowNetwork:
+    """Times per byte of a bucket, of which half travels between two ranks."""
+    return SlowNetwork(STARTUP_S, 2 * S_PER_BYTE)
 
 
 def config_of(layers: int, profile: str, network: str) -> dict[str, Any]:
@@ -127,25 +128,7 @@ def model() -> Any:
     """Layers of one matrix; the backward of each takes at least its time, asleep."""
     import torch
 
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            time.sleep(BACKWARD_S)
-            return grad
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.eye(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Slow.apply(x @ self.weight)
-
-    return torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    return torch.nn.Sequential(*(sleeper((WIDTH, WIDTH), 0.0, BACKWARD_S) for _ in range(LAYERS)))
 
 
 def wrap(config: Any) -> Any:
@@ -180,58 +163,6 @@ def record(rank: int, world_size: int) -> None:
         iterate(net)
 
 
-def simulate_all(rank: int, world_size: int, profile: str, network: str) -> list[dict[str, Any]]:
-    """What ``megatron-buffer simulate --json`` says of every bucketing."""
-    import contextlib
-    import io
-
-    import yaml
-
-    from megatron_buffer import cli
-
-    found = []
-    for layers in SWEEP:
-        path = f'{profile}.{layers}.yaml'
-        with open(path, 'w') as file:
-            yaml.safe_dump({'schema_version': 1, **config_of(layers, profile, network)}, file)
-        out = io.StringIO()
-        arguments = ['simulate', '--profile', profile, '--network', network, '--fp32', '--json']
-        with contextlib.redirect_stdout(out):
-            assert cli.main([*arguments, '--config', path]) == 0
-        said = json.loads(out.getvalue())
-        found.append({'exposed_s': said['times']['exposed_grad_s'], 'groups': len(said['groups'])})
-    return found
-
-
-class SlowLink:
-    """In the place of a collective: the real one, and a queue in which it takes its time."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self._free = 0.0
-
-    def launch(self, group: Any, choice: Any, plan: Any, async_op: bool) -> list[Any]:
-        """Starts the real collective, and says when the slowed one would be done."""
-        handles = self._real.launch(group, choice, plan, async_op)
-        sent = sum(bucket.grad_data.nbytes for bucket in group.buckets)
-        self._free = max(self._free, time.perf_counter()) + STARTUP_S + S_PER_BYTE * sent
-        return [_Delayed(handles, self._free)]
-
-
-class _Delayed:
-    """Waits for the real collective, then for its time."""
-
-    def __init__(self, handles: Sequence[Any], done_at: float) -> None:
-        self._handles = handles
-        self._done_at = done_at
-
-    def wait(self) -> None:
-        """Returns when both are over."""
-        for handle in self._handles:
-            handle.wait()
-        time.sleep(max(0.0, self._done_at - time.perf_counter()))
-
-
 def measure(
     rank: int, world_size: int, profile: str, network: str, groups: Sequence[int], fewest: int
 ) -> list[list[float]]:
@@ -247,13 +178,8 @@ def measure(
     """
     import torch.distributed as dist
 
-    from megatron_buffer import collectives
-
-    kinds = collectives._COLLECTIVES
-    real = kinds['reduce_scatter']
-    kinds['reduce_scatter'] = SlowLink(real)
     rounds: list[list[float]] = []
-    try:
+    with slow_network():
         nets = [wrap(config_of(layers, profile, network)) for layers in SWEEP]
         assert [len(net.bucket_groups) for net in nets] == list(groups), 'the plan has other groups'
         for net in nets:
@@ -268,8 +194,6 @@ def measure(
             dist.broadcast_object_list(enough, src=0)
             if enough[0]:
                 break
-    finally:
-        kinds['reduce_scatter'] = real
     return rounds
 
 

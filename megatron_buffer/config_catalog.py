@@ -132,7 +132,7 @@ def third_party_origins(config: Any) -> list[str]:
     named += [(FINALIZE_STEP, name) for name in getattr(config.finalize, 'order', None) or ()]
     own = {(axis, name) for axis in AXES for name in AXES[axis].strategies}
     others = [key for key in named if key not in own | {(FINALIZE_STEP, step) for step in STEPS}]
-    found = third_party_strategies() if others else {}
+    found: EntryPoints = third_party_strategies() if others else {}
     return [f'{key[0]} {key[1]} of {origin(found[key])}' for key in others if key in found]
 
 

@@ -176,7 +176,7 @@ class ExplicitBucketing:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TimeOptimalBucketing:
-    """The cuts for which the last reduction ends first, from a profile and a network model."""
+    """The cuts that expose the least of reductions and gathers, from a profile and a network model."""
 
     upstream_symbol: ClassVar[str] = PER_BUFFER_LAYOUT
     name: Literal['time_optimal'] = 'time_optimal'

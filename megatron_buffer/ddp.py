@@ -406,7 +406,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         def experts() -> list[str]:
             return _describe(self.expert_parallel_buffers, self.expert_parallel_bucket_groups)
 
-        comparisons = [
+        comparisons: list[tuple[Any, str, Callable[[], list[str]]]] = [
             (self.dp_cp_group, 'data-parallel', dense),
             (self.tp_group, 'tensor-parallel', dense),
         ]

@@ -7,11 +7,14 @@ left as it is.
 Exit codes: 0 done, or nothing to do; 2 this tree cannot be changed, or bad input.
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -158,10 +161,11 @@ def detect(tree: Path, tags: Sequence[Tag]) -> Tag:
         found = 'no such file' if state == MISSING else sha256((tree / path).read_bytes())
         text.append(f'    found           {found}')
     text.append('Nothing was changed. What you can do:')
-    text.append(
-        f'  - if these files were edited by mistake: git -C {tree} checkout {nearest.commit[:12]} -- '
-        f'{" ".join(unlike)}'
-    )
+    checkout = f'git -C {shlex.quote(str(tree))} checkout {nearest.commit[:12]}'
+    if version in ('', nearest.version):
+        text.append(f'  - if these files were edited by mistake: {checkout} -- {" ".join(unlike)}')
+    else:
+        text.append(f'  - for a tree of {nearest.name} as a whole: {checkout}')
     text.append(
         '  - if the changes are wanted, or it is another version: leave the tree as it is and use the '
         'launcher, which needs no patch: torchrun ... -m megatron_buffer run pretrain_gpt.py ...'
@@ -193,7 +197,7 @@ def change(tree: Path, tag: Tag, hunks: Mapping[str, Sequence[Hunk]], target: st
         PatchingError: A file could not be written, or would not have the expected hash.
     """
     edit = add_lines if target == AFTER else take_lines
-    contents: dict[Path, tuple[bytes, bytes]] = {}
+    contents: dict[str, tuple[Path, bytes, bytes]] = {}
     for path, state in states_of(tree, tag).items():
         if state != target:
             file = (tree / path).resolve()
@@ -204,19 +208,19 @@ def change(tree: Path, tag: Tag, hunks: Mapping[str, Sequence[Hunk]], target: st
                     f'{path}: the patch does not give the file that manifest.json expects; nothing was '
                     'changed. This copy of megatron-buffer is damaged: install it anew'
                 )
-            contents[file] = (old, new)
-    written: list[Path] = []
+            contents[path] = (file, old, new)
+    written: list[str] = []
     try:
-        for file, (_, new) in contents.items():
+        for path, (file, _, new) in contents.items():
             _replace(file, new)
-            written.append(file)
+            written.append(path)
     except OSError as error:
         for done in written:
-            _replace(done, contents[done][0])
+            _replace(*contents[done][:2])
         raise PatchingError(
-            f'{file} cannot be written: {error.strerror}; the tree is as it was'
+            f'{tree / path} cannot be written: {error.strerror}; the tree is as it was'
         ) from error
-    return [str(file.relative_to(tree.resolve())) for file in written]
+    return written
 
 
 def _replace(file: Path, content: bytes) -> None:
@@ -240,7 +244,9 @@ def main(argv: Sequence[str] | None = None, folder: Path = PATCHES) -> int:
         return OK
     except PatchingError as error:
         print(f'{PROGRAM}: error: {error}', file=sys.stderr)
-        return BAD_INPUT
+    except OSError as error:
+        print(f'{PROGRAM}: error: {error.filename}: {error.strerror}', file=sys.stderr)
+    return BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:

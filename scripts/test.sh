@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the default test suite; does the set-up first where that is needed.
 #
-# usage: scripts/test.sh [--slow] [any pytest argument]
-#   --slow   add the slow matrix
+# usage: scripts/test.sh [--long] [--slow] [any pytest argument]
+#   --long   add what takes too long for every run; .ci/run adds it
+#   --slow   add the slow matrix, and the tests with Transformer Engine, too
 #
 # Tests are spread over the cores, up to 8 at a time, each of which may start up to 4 processes of its own;
 # -n 0 runs them one after the other.

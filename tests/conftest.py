@@ -13,6 +13,7 @@ settings.register_profile('shared machines', deadline=None)
 settings.load_profile('shared machines')
 
 MARKERS = {
+    'long': 'too long for the default suite; runs with --long, or with --slow',
     'slow': 'part of the slow matrix; runs with --slow',
     'gpu': 'needs a CUDA GPU; skipped where there is none',
     'te': 'needs Transformer Engine (scripts/setup.sh --te); runs with -m te, skipped where it is missing',
@@ -21,7 +22,10 @@ MARKERS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--slow', action='store_true', help='run the tests marked slow too')
+    parser.addoption('--long', action='store_true', help='run the tests marked long too')
+    parser.addoption(
+        '--slow', action='store_true', help='run the tests marked long, slow and te too'
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,12 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any('::' in str(argument) for argument in config.args):
         return
     wanted = set(re.findall(r'\w+', config.option.markexpr))
-    wanted |= {'slow', 'te'} if config.getoption('--slow') else set()
+    wanted |= {'long'} if config.getoption('--long') else set()
+    wanted |= {'long', 'slow', 'te'} if config.getoption('--slow') else set()
     wanted |= {'te'} if missing else set()  # to be listed as skipped, with the reason
     left_out = [
         item
         for item in items
-        if any(item.get_closest_marker(name) for name in {'slow', 'te'} - wanted)
+        if any(item.get_closest_marker(name) for name in {'long', 'slow', 'te'} - wanted)
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

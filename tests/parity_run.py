@@ -56,7 +56,7 @@ def check(
         timeout_s: For all cases together.
 
     Returns:
-        Per case, per rank: `observed` of stock and of each of ours, stock's `layout` and `saved`, and
+        Per case, per rank: `observed` and `updated` of stock and of each of ours, stock's `layout` and `saved`, and
         `changed`: what stock's result differs in from that of the first case, so that an option can be
         seen to have an effect.
     """
@@ -82,7 +82,8 @@ def _judge(case: TrainCase, results: list[dict[str, Any]], same_layout: bool) ->
     differ = {f'rank {r}': one['differ'] for r, one in enumerate(results) if one['differ']}
     assert not differ, f'{case}: ours differs from stock in {differ}'
     assert sum(one['tensors'] for one in results) > 50 * case.layers
-    assert all(one['trained'] for one in results), f'{case}: the loss stays as it is'
+    assert all(one['trained'] for one in results), f'{case}: the loss stays, or no step is made'
+    assert all(made == one['updated'][0] for one in results for made in one['updated'])
     if same_layout:
         assert all(one['same_layout'] for one in results), f'{case}: the layouts differ'
     if case.overlap_grad_reduce and case.bucket_size == SMALL_BUCKET_ELEMS and case.pp == 1:
@@ -146,10 +147,11 @@ def _found(
     return {
         'differ': {config: names for config, names in differ.items() if names},
         'tensors': len(flat_tensors(stock)),
+        'updated': [result['updated'] for result in arms],
         'same_layout': all(result['layout'] == stock['layout'] for result in ours.values()),
         'layout': stock['layout'],
         # Off the last stage of a pipeline the loss is NaN, which differs from itself.
-        'trained': stock['losses'][0] != stock['losses'][-1],
+        'trained': stock['losses'][0] != stock['losses'][-1] and any(stock['updated']),
         'changed': compare(first, stock)[:8],
         'saved': stock['saved'],
         'observed': [result.get('observed') for result in arms],

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import instructions, network
 from benchmarks.accumulate import floor_bytes
 from benchmarks.compare import interleave, median_interval, ratio_case
+from benchmarks.slow_network import SlowNetwork, simulate_all
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _command(*arguments: str, limit_s: int = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, '-m', 'benchmarks', *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=limit_s,
     )
 
 
@@ -115,3 +120,157 @@ def test_each_benchmark_as_a_command(name: str, tmp_path: Path) -> None:
     assert result['ratio'] > 0
     assert result['cases']
     assert result['machine']['torch']
+
+
+# network ------------------------------------------------------------------------------------------
+
+
+def _queued(rank: int, world_size: int) -> dict[str, Any]:
+    """Three launches on a network with a startup time and one with a time per byte; what was waited for."""
+    import torch
+    import torch.distributed as dist
+
+    before = dict(vars(dist.ProcessGroup))
+    whole, shard = torch.full((8,), float(rank + 1)), torch.zeros(4)
+    begin = time.perf_counter()
+    with SlowNetwork(0.02, 0.001) as slow:
+        first = dist.all_reduce(torch.ones(4), async_op=True)  # 0.02 + 16 bytes
+        with dist._coalescing_manager(async_ops=True) as second:  # 0.02 + 2 x 16 bytes
+            for _ in range(2):
+                dist.reduce_scatter_tensor(shard, whole, async_op=True)
+        dist.all_gather_into_tensor(
+            torch.zeros(8), torch.ones(4)
+        )  # 0.02 + 16 bytes, all waited for
+        third_s = time.perf_counter() - begin
+        first.wait()
+        second.wait()
+        slow.slowed = False
+        dist.all_reduce(torch.ones(4))
+        launches = slow.launches
+    return {
+        'third_s': third_s,
+        'launches': launches,
+        'shard': shard.tolist(),
+        'restored': dict(vars(dist.ProcessGroup)) == before,
+    }
+
+
+def test_collectives_of_a_slowed_network_wait_for_each_other() -> None:
+    for said in run_ranks(_queued, 2):
+        # Of two ranks half of the bytes travel, of an all-reduce's twice that.
+        assert said['third_s'] >= 3 * 0.02 + (16 + 2 * 16 + 16) * 0.001
+        assert said['launches'] == 3
+        assert said['shard'] == [3.0] * 4
+        assert said['restored']
+
+
+def _few_arms(profile: str, path: str) -> dict[str, network.Arm]:
+    arms = network_arms_of(profile, path)
+    return {name: arms[name] for name in (network.STOCK, 'upstream, default size', network.BEST)}
+
+
+network_arms_of = network.arms_of
+
+
+def _networked(rank: int, world_size: int, profile: str) -> Any:
+    """A model of one layer that computes nothing, recorded, simulated and measured."""
+    network.LAYERS, network.BACKWARD_S_PER_ELEM, network.STARTUP_S = 1, 1e-9, 1e-4
+    network.record(rank, world_size)
+    del os.environ['MEGATRON_BUFFER_RECORD']
+    import torch.distributed as dist
+
+    slow = f'{profile}.network.yaml'
+    if rank == 0:
+        network.slow_network().as_file(slow)
+    dist.barrier()
+    arms = _few_arms(profile, slow)
+    Path(f'{profile}.{rank}').mkdir()
+    said = simulate_all(
+        rank,
+        world_size,
+        f'{profile}.{rank}',
+        [arm.config or 'upstream' for arm in arms.values()],
+        [
+            [
+                *('--profile', profile, '--network', slow),
+                *('--bucket-size', str(arm.bucket_size_elems)),
+            ]
+            for arm in arms.values()
+        ],
+    )
+    groups = [len(one['groups']) for one in said]
+    return groups, network.measure(rank, world_size, arms, groups, 1)
+
+
+def test_steps_on_a_slowed_network(tmp_path: Path) -> None:
+    """The groups are those that were planned: `measure` checks it."""
+    profile = str(tmp_path / 'profile.json')
+    env = {'MEGATRON_BUFFER_RECORD': profile, 'MEGATRON_BUFFER_RECORD_STEPS': '5'}
+    for groups, (steps, waits) in run_ranks(_networked, 2, profile, env=env):
+        # The head, the layer (49,152 elements, the size is 39,062), and the embedding.
+        assert groups[:2] == [3, 3]
+        assert list(steps) == list(waits) == [*_few_arms('', '')]
+        assert all(steps[name][0] > waits[name][0] > 0 for name in steps)
+        assert {len(turns) for turns in [*steps.values(), *waits.values()]} == {1}
+
+
+@pytest.mark.slow
+def test_network_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, 'RANKS', (2,))
+    monkeypatch.setattr(network, 'arms_of', _few_arms)
+    result = network.run(1)
+    assert [case['what'] for case in result['cases']] == [*_few_arms('', '')]
+    assert result['cases'][0]['ratio'] == 1.0
+    assert all(case['simulated_exposed_s'] > 0 for case in result['cases'])
+    network.show('network', result)
+    assert '(stock, default size)' in capsys.readouterr().out
+
+
+# instructions -------------------------------------------------------------------------------------
+
+
+def test_without_valgrind_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('PATH', '/nowhere')
+    done = _command('instructions')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.startswith('instructions: valgrind is not installed')
+    assert done.stderr.count('\n') == 1
+
+
+def test_instructions_per_call() -> None:
+    of = {
+        'last micro-batch': 1000.0,
+        'earlier micro-batch': 800.0,
+        'bare': 400.0,
+        'reset': 150.0,
+        'forward pre-hooks, all gathered': 250.0,
+        'no_sync': 90.0,
+        'zero_grad_buffer': 150.0,
+        'empty': 50.0,
+        'hooks': 5,
+        'params': 10,
+        'one': 1,
+    }
+    counts = {'ours': of, 'stock': {**of, 'last micro-batch': 1500.0}}
+    cases = {what: instructions._case(what, counts) for what in instructions.UNITS}
+    assert cases['last micro-batch']['ours_instructions'] == (1000 - 400 - (150 - 50)) / 5
+    assert cases['last micro-batch']['ratio'] == 500 / 1000
+    assert cases['earlier micro-batch']['ours_instructions'] == (800 - 400) / 5
+    assert cases['forward pre-hooks, all gathered']['ours_instructions'] == 200 / 10
+    assert cases['no_sync']['ours_instructions'] == 40
+    assert cases['zero_grad_buffer']['ours_instructions'] == 100 / 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(not shutil.which('valgrind'), reason='counted by valgrind')
+def test_instructions_under_valgrind(tmp_path: Path) -> None:
+    done = _command(
+        'instructions', '--reps', '2', '--json', str(tmp_path / 'out.json'), limit_s=1500
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / 'out.json').read_text())
+    assert [case['what'] for case in result['cases']] == list(instructions.UNITS)
+    assert all(case['ours_instructions'] > 0 for case in result['cases'])

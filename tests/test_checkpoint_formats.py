@@ -87,6 +87,7 @@ def by_four(folder: Path, by_two: Any) -> dict[str, Ended]:
     return _loaded_by(4, folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', SAVED_BY_TWO)
 @pytest.mark.parametrize(
     'size',
@@ -158,6 +159,7 @@ def f7(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[End
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('size', 'setting'), list(itertools.product((1, 4), ('auto', 'always'))))
 def test_fully_reshardable_equals_memory(f7: Any, size: int, setting: str) -> None:
     saved, loaded = f7[size][setting]
@@ -244,6 +246,7 @@ GPT_CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('case', 'format_name'),
     [

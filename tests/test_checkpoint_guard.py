@@ -395,6 +395,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Ended
     return run_ranks(chains, 2, folder, {**refused, **LOADED, **WRONG}, timeout_s=300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused_on_every_rank_with_the_first_difference(ended: Any, name: str) -> None:
     for rank in (0, 1):

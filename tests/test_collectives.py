@@ -134,6 +134,7 @@ def _reduce_all(rank: int, world_size: int, overlap: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('overlap', [False, True])
 def test_every_reduction_equals_the_closed_form(overlap: bool, world_size: int) -> None:

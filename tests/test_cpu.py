@@ -140,6 +140,7 @@ def test_names_held_by_value_follow() -> None:
     """)
 
 
+@pytest.mark.long
 def test_too_late_is_refused() -> None:
     run_python("""
         import megatron.core
@@ -156,6 +157,7 @@ def test_too_late_is_refused() -> None:
     """)
 
 
+@pytest.mark.long
 def test_install_turns_it_on_where_the_environment_asks() -> None:
     code = """
         import megatron_buffer
@@ -167,6 +169,7 @@ def test_install_turns_it_on_where_the_environment_asks() -> None:
     assert run_python(code, MEGATRON_BUFFER_CPU='0').split()[-1] == 'False'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('how', ['argument', 'environment'])
 def test_gpu_is_refused_unless_forced(how: str) -> None:
     run_python(

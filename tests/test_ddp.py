@@ -61,12 +61,14 @@ def _matches_oracle(
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('path', PATHS)
 def test_reduced_gradients_equal_an_unwrapped_models(path: str, world_size: int) -> None:
     assert run_ranks(_matches_oracle, world_size, PATHS[path]) == [[]] * world_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'config',
     [

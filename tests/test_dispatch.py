@@ -157,6 +157,7 @@ def _vpp(rank: int, world_size: int) -> dict[str, Any]:
     return {'orders': orders, 'differ': compare(*results)}
 
 
+@pytest.mark.long
 def test_interleaved_chunks_are_reduced_in_one_order_where_a_rank_skips_layers() -> None:
     results = run_ranks(_vpp, 4, timeout_s=240)
     for stage in (results[:2], results[2:]):  # ranks 0 and 1 are stage 0's data-parallel ranks

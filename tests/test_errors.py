@@ -253,6 +253,7 @@ dist.all_reduce(torch.ones(1))
 '''
 
 
+@pytest.mark.long
 def test_a_script_without_guard_prints_who_failed_first(tmp_path: Path) -> None:
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT)

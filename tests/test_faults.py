@@ -150,12 +150,33 @@ def _two_dtypes(rank: int, world_size: int) -> list[str]:
     return []
 
 
+def _aligned_instances(rank: int, world_size: int) -> list[str]:
+    """Two optimizer instances whose reduction the schedule starts, as on later pipeline stages."""
+    from megatron.core import parallel_state
+
+    from tests import small_model as sm
+
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    model = sm.wrap(sm.make_net(), **DIST_OPT, num_distributed_optimizer_instances=2)
+    wrong = []
+    for step in range(2):
+        model.zero_grad_buffer()
+        with model.no_sync():
+            for micro_batch in range(3):
+                model(sm.batch(rank, step, micro_batch)).square().mean().backward()
+        model.start_grad_sync()
+        model.finish_grad_sync()
+        wrong += _right(model, rank, world_size, step)
+    return wrong
+
+
 FAULTS = {
     'F1 a shorter window': Fault(_shorter, upstream=('third.weight', 'too few'), stops=True),
     'F1 a longer window': Fault(_longer, upstream=('third.bias', 'Gradients are wrong')),
     'F2 an unused layer': Fault(_unused, upstream=('spare.weight',), stops=True),
     'F3 branches': Fault(_branches, upstream=('middle.weight',)),
     'F4 two models': Fault(_second_model),
+    'aligned, several instances': Fault(_aligned_instances, world_size=4),
     'F5 an early read': Fault(_early_read, upstream=('last.weight',)),
     'F6 a NaN': Fault(
         _nan, upstream=('second.weight',), recommended=('second.weight',), stops=True

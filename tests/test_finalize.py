@@ -487,6 +487,7 @@ def _tied(rank: int, world_size: int, tp: int, dist_opt: bool) -> list[str]:
     return sm.differences(owned, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dist_opt', [False, True])
 @pytest.mark.parametrize('tp', [1, 2])
 def test_a_tied_embedding_is_summed_over_stages(tp: int, dist_opt: bool) -> None:

@@ -359,6 +359,7 @@ def _install(folder: Path, compat: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_tampered_package_on_the_path_is_refused_or_warned_of(tmp_path: Path) -> None:
     core = fp.find_core().path
     assert core is not None

@@ -85,6 +85,7 @@ BITS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('world_size', 'case', 'config'), BITS)
 def test_training_has_the_bits_of_stock(world_size: int, case: TrainCase, config: Any) -> None:
     results = run_ranks(_same_bits, world_size, case, config, timeout_s=240)

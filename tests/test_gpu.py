@@ -60,6 +60,7 @@ def test_same_bits_on_nccl(name: str, ranks: int) -> None:
             assert one[arm]['registered'] == [registered] * len(one[arm]['registered'])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'name',
     [

@@ -119,6 +119,7 @@ def test_big_tensors_come_back():
         assert torch.equal(result, torch.full((1_000_000,), float(rank)))
 
 
+@pytest.mark.long
 def test_tensors_travel_without_megatron_in_the_test_process():
     code = (
         'import sys, torch\n'
@@ -246,6 +247,7 @@ def test_no_rank_is_left_behind():
         assert not is_running(int(outcome.output.split()[0]))
 
 
+@pytest.mark.long
 def test_ranks_end_with_a_test_process_that_is_killed():
     code = 'from tests.test_harness import *; run_ranks(note_pid_and_wait, 2, sys.argv[1])'
     # A killed process leaves its temporary files; a short path, since there are sockets among them.

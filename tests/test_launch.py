@@ -724,6 +724,7 @@ def test_quickstart_sees_every_kind_of_difference() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [

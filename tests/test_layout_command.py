@@ -37,7 +37,10 @@ def layouts(runs: list[list[str]]) -> list[tuple[int, str]]:
 
 # One screen ---------------------------------------------------------------------------------------
 
-BUCKETINGS = ['upstream', *(name for name in shipped_configs() if '/bucketing-' in name)]
+BUCKETINGS = [
+    'upstream',
+    *(n for n in shipped_configs() if '/bucketing-' in n and 'time_optimal' not in n),
+]
 
 
 @pytest.mark.slow
@@ -198,6 +201,7 @@ def test_bad_parameter_files(
     assert words in err
 
 
+@pytest.mark.long
 def test_parameter_files_need_no_megatron(params: str) -> None:
     code = (
         'import sys; from megatron_buffer import cli\n'

@@ -209,6 +209,7 @@ def check_against_wrapped(
 OVERLAP: dict[str, Any] = {'overlap_grad_reduce': True, 'overlap_param_gather': True}
 
 
+@pytest.mark.long
 def test_plan_is_what_ddp_has_with_the_distributed_optimizer(tmp_path: Path) -> None:
     case = TrainCase(dist_opt=True, dtype='bf16', grad_reduce_in_fp32=False, **OVERLAP)
     check_against_wrapped(tmp_path, case, CONFIGS, 2)

@@ -194,6 +194,7 @@ def _rule_for_all(rank: int, world_size: int, case: TrainCase) -> list[str]:
     return compare(stock, ours)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dist_opt', [False, True])
 def test_a_rule_for_all_parameters_is_what_grad_reduce_in_fp32_does(dist_opt: bool) -> None:
     case = replace(BF16, dist_opt=dist_opt, overlap_param_gather=dist_opt)
@@ -236,6 +237,7 @@ def test_training_with_two_gradient_dtypes_stays_beside_stock() -> None:
         assert found['states']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('layer', ['word_embeddings', 'output_layer'])
 def test_a_tied_embedding_has_one_gradient_dtype_on_both_pipeline_stages(layer: str) -> None:
     """It has another name on the last stage; two dtypes would meet in one all-reduce."""

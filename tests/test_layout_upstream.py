@@ -554,6 +554,7 @@ def test_scaling_by_hand(
     assert UPSTREAM.scaling.plan(context) == (factor, op, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dist_opt', [False, True])
 @pytest.mark.parametrize('bucket_size', [None, 1, 130, 200, 10**6])
 def test_a_stock_model_lies_as_planned(dist_opt: bool, bucket_size: int | None) -> None:

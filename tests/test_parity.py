@@ -69,6 +69,7 @@ def test_two_ranks_as_a_whole(dist_opt: bool, chosen: bool) -> None:
     check(2, _matrix(dist_opt, chosen=chosen), BOTH)
 
 
+@pytest.mark.long
 def test_four_ranks() -> None:
     """On four ranks the order of summation shows: bf16 sums, and fp32 ones that depend on the bucket."""
     check(4, [_case((True, True, True), 'bf16', False), _case((False, True, False), 'fp32', True)])

@@ -31,6 +31,9 @@ RECOMPUTE = {
     'recompute_method': 'uniform',
     'recompute_num_layers': 1,
 }
+FP16_SCALE = 2.0**12
+"""Stock starts at 2**32, where each of the first steps overflows and is skipped."""
+FP16: dict[str, Any] = {'dtype': 'fp16', 'optim': {'initial_loss_scale': FP16_SCALE}}
 VPP: dict[str, Any] = {'pp': 2, 'vpp': 2, 'layers': 4, 'micro_batches': 4}
 PARAMS, FORWARDS = 28, 2 * 3 * 6  # of the tiny GPT; layers, micro-batches, steps
 
@@ -155,8 +158,9 @@ GROUPS: dict[str, tuple[int, list[Option], tuple[str, ...]]] = {
             # Under the distributed optimizer stock wants Adam.
             Option(full(optimizer='sgd', **PLAIN)),
             Option(full(clip=0.0)),
-            Option(full(dtype='fp16')),
-            Option(full(dtype='fp16', **BF16_GRADS)),
+            Option(full(**FP16), _is(loss_scale=FP16_SCALE)),
+            Option(full(**FP16, **BF16_GRADS), _is(loss_scale=FP16_SCALE)),
+            Option(full(clip=1e-6, optim={'weight_decay': 0.0, 'log_num_zeros_in_grad': True})),
             Option(full(optim={'decoupled_weight_decay': False})),
         ],
         BOTH,
@@ -325,4 +329,5 @@ def _facts(run: Any) -> Facts:
         'biased': bool(biases) and all(bool(bias.any()) for bias in biases),
         'steps_apart': len(optimizers),
         'start': unwrap_model(run.chunks[0]).start,
+        'loss_scale': run.optimizer.get_loss_scale().item(),
     }

@@ -19,6 +19,7 @@ UPSTREAM = ('upstream',)
 BOTH = ('upstream', 'recommended')
 PLAIN: dict[str, Any] = {'dist_opt': False, 'overlap_param_gather': False, 'dtype': 'fp32'}
 NO_OVERLAP: dict[str, Any] = {'overlap_grad_reduce': False, 'overlap_param_gather': False}
+BF16_GRADS: dict[str, Any] = {'grad_reduce_in_fp32': False}
 VPP: dict[str, Any] = {'pp': 2, 'vpp': 2, 'layers': 4, 'micro_batches': 4}
 MOE: dict[str, Any] = {'moe': True}
 EP_TP: dict[str, Any] = {**MOE, 'ep': 2, 'tp': 2, 'sp': True}
@@ -35,9 +36,9 @@ class Group:
     configs: tuple[str, ...] = BOTH
 
 
-DEFAULT = [
+DEFAULT = [Group('pp2 x vpp2 untied', 4, [full(**VPP, tied=False)], UPSTREAM)]
+LONG = [
     Group('ep2 x tp2', 4, [full(**EP_TP)]),
-    Group('pp2 x vpp2 untied', 4, [full(**VPP, tied=False)], UPSTREAM),
     Group('instances', 4, [full(instances=2)], UPSTREAM),
 ]
 SLOW = [
@@ -134,12 +135,25 @@ SLOW = [
         ],
     ),
     Group('instances of experts', 4, [full(**MOE, instances=2)]),
+    Group(
+        'ep2 x instances',
+        4,
+        [
+            full(**MOE, ep=2, instances=2),
+            full(**MOE, ep=2, instances=2, average_in_collective=True, **BF16_GRADS),
+        ],
+    ),
+    Group('tp2 x pp2 x dp2', 8, [full(tp=2, pp=2, sp=True)]),
+    Group('pp4 x dp2', 8, [full(pp=4, layers=4)], UPSTREAM),
+    Group('pp2 x ep2 x edp2', 8, [full(**MOE, pp=2, ep=2)]),
+    Group('ep2 x edp4, instances', 8, [full(**MOE, ep=2, instances=2)], UPSTREAM),
     Group('cp2', 2, [full(**CP), full(**CP, per_token_loss=True)]),
     Group('cp2 x dp2', 4, [full(**CP), full(**CP, **PLAIN)]),
     Group('cp2 x tp2', 4, [full(**CP, tp=2, sp=True)]),
 ]
 GROUPS = [
     *[pytest.param(group, id=group.name) for group in DEFAULT],
+    *[pytest.param(group, id=group.name, marks=pytest.mark.long) for group in LONG],
     *[pytest.param(group, id=group.name, marks=pytest.mark.slow) for group in SLOW],
 ]
 

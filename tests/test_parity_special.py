@@ -277,6 +277,7 @@ RESTARTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('case', 'name'),
     [

@@ -284,6 +284,21 @@ def test_a_tampered_tree_is_left_as_it_is(
     assert f'git -C {tree} checkout {"c" * 12} -- {FILES[1]}' in text
 
 
+def test_another_version_is_not_given_single_files_of_this_one(
+    tmp_path: Path, tree: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path with a space is quoted, so that the line can be pasted."""
+    tree = tree.rename(tmp_path / 'a tree')
+    info = tree / 'megatron' / 'core' / 'package_info.py'
+    info.parent.mkdir()
+    (tree / FILES[1]).write_text('other\n')
+    for version, said in (('1', f' -- {FILES[1]}\n'), ('2', '\n')):
+        info.write_text(f'MAJOR = {version}\nMINOR = 0\nPATCH = 0\n')
+        code, text = run(capsys, tree, patches)
+        assert code == 2
+        assert f"git -C '{tree}' checkout {'c' * 12}{said}" in text
+
+
 def test_a_file_that_is_missing(
     tree: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +335,20 @@ def test_all_or_nothing(
         'pretrain_gpt.py cannot be written: No space left on device; the tree is as it was' in text
     )
     assert contents(tree) == TEXTS
+
+
+def test_a_link_to_a_file_elsewhere_is_followed(
+    tmp_path: Path, tree: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link stays one, and what it points to gets the patch and loses it again."""
+    outside, link = tmp_path / 'shared.py', tree / FILES[2]
+    link.rename(outside)
+    link.symlink_to(outside)
+    for flags, after in (((), PATCHED), (('--revert',), TEXTS)):
+        code, text = run(capsys, tree, patches, *flags)
+        assert (code, contents(tree)) == (0, after), text
+        assert FILES[2] in text
+        assert link.is_symlink()
 
 
 def test_a_damaged_patch_changes_nothing(

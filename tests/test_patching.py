@@ -528,6 +528,7 @@ def test_holders_that_changed_since_are_left_alone(write: Write) -> None:
     assert {stock, int, str} == user.MEMBERS
 
 
+@pytest.mark.long
 def test_wrapping_factories(write: Write) -> None:
     user = _load(write)
     module = sys.modules['fakeup.finalize']
@@ -576,6 +577,7 @@ def test_the_sweep_leaves_strange_modules_alone(write: Write) -> None:
             del sys.modules[name]
 
 
+@pytest.mark.long
 def test_installing_again_after_a_revert(write: Write) -> None:
     user = _load(write)
     stock = user.Renamed

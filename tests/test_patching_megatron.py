@@ -202,6 +202,7 @@ def _run_script(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'orders',
     [pytest.param(BY_DEFAULT, id='some'), pytest.param(ORDERS, id='every', marks=pytest.mark.slow)],
@@ -406,6 +407,7 @@ def _threads(rank: int, world_size: int) -> list[str]:
     return told + _ours()
 
 
+@pytest.mark.long
 def test_threads_take_turns() -> None:
     assert run_ranks(_threads, 1) == [[]]
 

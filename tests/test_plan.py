@@ -231,6 +231,7 @@ def test_numbers_of_parameters() -> None:
         ('--params 7e9 --pp 2 --vpp 2', '--params knows averages only, and no model chunks'),
         ('--params 7e9 --bucket-size -1', '--bucket-size -1: must be at least 1'),
         ('--params 7e9 --config ablations/bucketing-balanced', 'bucketing is balanced in'),
+        ('--params -7e9', '--params -7e9: expected a whole number'),
         ('--params seven', '--params seven: expected a whole number'),
         ('--params 7e9 --config nothing.yaml', 'nothing.yaml: no such file'),
         ('--hf nothing.json', 'nothing.json: no such file'),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_buffer import cli
+from megatron_buffer.planner.architecture import plain_name
 from megatron_buffer.planner.hf import FAMILIES, load_hf
 from megatron_buffer.planner.job import Job
 from tests.harness import run_ranks
@@ -229,3 +230,4 @@ def test_source_is_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / 'config.json').write_text(json.dumps(GOOD))
     by_file, by_folder = (load_hf(str(p))[0] for p in (tmp_path / 'config.json', tmp_path))
     assert by_file.values == by_folder.values
+    assert plain_name(by_file.source) == plain_name(by_folder.source) == tmp_path.name

@@ -323,6 +323,7 @@ DEFAULT = by_default(ROWS)
 REST = [row for row in ROWS if row not in DEFAULT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('rows', [pytest.param(rows, id=name) for name, rows in batches(DEFAULT)])
 def test_some_random_configs_train_right(rows: list[Row]) -> None:
     check(rows)

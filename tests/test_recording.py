@@ -334,6 +334,7 @@ def gpt(**how: Any) -> Any:
     return TrainCase(dist_opt=True, overlap_grad_reduce=True, **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('vpp', 'world_size'), [pytest.param(0, 4, marks=pytest.mark.slow), (2, 2)]
 )
@@ -435,6 +436,7 @@ def _record_and_use(rank: int, world_size: int, by: str, dist_opt: bool) -> Any:
     return wrong, [spans[start] for start in sorted(spans)], len(model.bucket_groups)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('by', 'dist_opt'), [('grad_arrival', True), ('grad_arrival', False), ('forward_use', True)]
 )

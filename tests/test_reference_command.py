@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -258,7 +259,8 @@ def test_offline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 def test_a_refusal_names_the_symbols_and_the_command(tmp_path: Path) -> None:
-    tree = _tree(tmp_path)
+    """A checkout is not on the command's own path, so it says where."""
+    tree = _tree(tmp_path / 'a tree')
     (tree / DDP).write_text(
         (tree / DDP).read_text().replace('def no_sync(self)', 'def no_sync(self, a=0)')
     )
@@ -270,4 +272,7 @@ def test_a_refusal_names_the_symbols_and_the_command(tmp_path: Path) -> None:
         fingerprints.check_gate(core, verdict)
     end = str(caught.value).splitlines()
     assert end[-2] == '  distributed_data_parallel.py: DistributedDataParallel.no_sync'
-    assert end[-1].endswith(f"'megatron-buffer diff --against {verdict.nearest}'")
+    command = f'megatron-buffer diff --against {verdict.nearest}'
+    assert end[-1].endswith(f"PYTHONPATH='{tree}' {command}")
+    installed = dataclasses.replace(core, kind='wheel')
+    assert fingerprints.how_to_proceed(installed, verdict).endswith(f"'{command}'")

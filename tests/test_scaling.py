@@ -132,6 +132,7 @@ def _against_oracle(rank: int, world_size: int, path: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('path', PATHS)
 def test_reduced_gradients_equal_an_unwrapped_models(path: str, world_size: int) -> None:
@@ -217,6 +218,7 @@ BITS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('world_size', 'case', 'config', 'stock'), BITS)
 def test_training_has_the_bits_of_stock(
     world_size: int, case: TrainCase, config: Any, stock: dict[str, Any]

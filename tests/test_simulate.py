@@ -99,6 +99,23 @@ def test_each_gather_starts_the_next(loads: list[tuple[int, int]], optimizer: in
     assert together.exposed_param_s == pytest.approx(sum(gather for gather, _ in loads))
 
 
+def test_of_groups_that_are_read_at_once_the_first_of_the_chain_is_waited_for_first() -> None:
+    """An embedding takes no time, so that the bucket behind it is read at the same moment."""
+    groups = [
+        group(0, 0, at=0, gather=7, use=5),
+        group(0, 0, at=1, gather=3, use=0),
+        group(0, 0, at=2, gather=2, use=0),
+    ]
+    found = simulate(Iteration(chunks=(chunk(*groups, forward=9),), optimizer_s=0))
+    gathers = [(e.name, e.start_s, e.end_s) for e in found.events if e.kind == 'gather']
+    assert gathers == [
+        ('gather bucket 2', 0, 2),
+        ('gather bucket 1', 2, 5),
+        ('gather bucket 0', 5, 12),
+    ]
+    assert found.exposed_param_s == 2 + 3 + (7 - 5)
+
+
 def test_without_gathers_forward_waits_for_nothing() -> None:
     of_chunk = chunk(group(1, 1, at=0, gather_position=None), forward=3, backward=1)
     found = simulate(Iteration(chunks=(of_chunk,), optimizer_s=1))
@@ -212,6 +229,24 @@ def test_a_trace_holds_every_event(tmp_path: Path) -> None:
     assert exposed == pytest.approx(1e6 * found.exposed_s)
     names = {e['args']['name'] for e in events if e['name'] == 'thread_name'}
     assert names == {'compute', 'reductions', 'gathers', 'exposed'}
+
+
+def test_chunks_whose_collectives_the_schedule_does_not_start() -> None:
+    """Without align_grad_reduce and align_param_gather gradients and forward start them, chunk by chunk."""
+    first = chunk(
+        group(1, 2, at=0, gather=3, use=1), group(4, 2, at=1, gather=1), forward=2, backward=4
+    )
+    second = chunk(group(1, 3, at=0, gather=2), forward=1, backward=1)
+    found = simulate(
+        Iteration(chunks=(first, second), optimizer_s=0, align_reduce=False, align_gather=False)
+    )
+    # Chunk 1 in backward until 1, chunk 0 until 5: its gradients are there at 2 and 5.
+    spans = [(e.chunk, e.start_s, e.end_s) for e in found.events if e.kind == 'reduce']
+    assert spans == [(1, 1, 4), (0, 4, 6), (0, 6, 8)]
+    # From 8 on: the group that is read first, 1 s of forward, the rest of the next gather, 1 s; chunk 1.
+    spans = [(e.chunk, e.start_s, e.end_s) for e in found.events if e.kind == 'gather']
+    assert spans == [(0, 8, 9), (0, 9, 12), (1, 13, 15)]
+    assert (found.exposed_grad_s, found.exposed_param_s) == (3, 1 + 2 + 2)
 
 
 def test_of_several_chunks_the_schedule_starts_the_collectives() -> None:

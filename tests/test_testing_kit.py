@@ -80,6 +80,7 @@ def test_built_in_layouts_pass(config: Any) -> None:
     assert 'passes' in str(report).splitlines()[0]
 
 
+@pytest.mark.long
 def test_upstream_trains_right_and_the_report_says_what_was_tried() -> None:
     report = check_runtime_strategy({}, parallel=False)
     assert report.ok, str(report)
@@ -87,6 +88,7 @@ def test_upstream_trains_right_and_the_report_says_what_was_tried() -> None:
     assert not report.refused
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_models_spread_over_ranks_train_right() -> None:
     report = check_runtime_strategy({'param_order': 'forward'}, world_sizes=())
@@ -303,6 +305,7 @@ def test_the_search_for_the_smallest_keeps_the_fault() -> None:
     assert len(found.params) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize('order', [RankOrder(), GroupRankOrder(), HashOrder()])
 def test_an_order_that_differs_between_processes_is_caught(order: Any) -> None:
@@ -422,6 +425,7 @@ class EarlyTracker(CountTracker):
         return not self.is_first_batch and sum(self.counts.values()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_wrong_scaling_fails_with_its_factor() -> None:
     report = runtime_report('scaling', Doubled())
@@ -429,6 +433,7 @@ def test_a_wrong_scaling_fails_with_its_factor() -> None:
     assert 'all are 2 times what they should be' in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_reduction_that_skips_a_bucket_fails() -> None:
     case = RuntimeCase(**OVERLAP, mixed=True)
@@ -455,6 +460,7 @@ def test_a_rank_dependent_order_fails_in_training() -> None:
     assert 'rank 1 has' in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_config_refuses_is_refused_and_not_wrong() -> None:
     report = check_runtime_strategy({'grad_reduce': 'reduce_scatter'}, cases=CASES, parallel=False)
@@ -504,6 +510,7 @@ sys.path.append('lib')
 '''
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_example_of_the_docs_works_in_a_project_without_pytest(tmp_path: Path) -> None:
     """The strategy's module is found through sys.path alone, in every process."""

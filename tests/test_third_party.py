@@ -81,6 +81,7 @@ def _cli(plugin: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------------------------- config and listing
 
 
+@pytest.mark.long
 def test_strategies_lists_them_with_their_origin(plugin: Path) -> None:
     done = _cli(plugin, 'strategies', '--json')
     assert done.returncode == 0, done.stderr
@@ -106,6 +107,7 @@ def test_strategies_lists_them_with_their_origin(plugin: Path) -> None:
     assert origin in table.replace('\n', ' ')
 
 
+@pytest.mark.long
 def test_validate_checks_their_parameters(plugin: Path, tmp_path: Path) -> None:
     good, bad = tmp_path / 'good.yaml', tmp_path / 'bad.yaml'
     good.write_text(json.dumps({'schema_version': 1, **CONFIG}))

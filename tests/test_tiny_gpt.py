@@ -30,6 +30,7 @@ ORACLE_CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'case',
     [
@@ -142,6 +143,7 @@ PARALLEL_CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('ranks', 'case'),
     [

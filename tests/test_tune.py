@@ -21,6 +21,16 @@ from tests.test_time_optimal import BACKWARD, profile_of
 SLOW = ['--net', 'inter_gbit_per_s=0.4', '--net', 'intra_gbyte_per_s=0.05', '--net', 'tflops=0.01']
 TINY = ['--model', 'gpt_tiny', '--dp', '8', '--fp32']
 
+FLAGS = (
+    '--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 '
+    '--max-position-embeddings 64 --micro-batch-size 2 --use-distributed-optimizer '
+    '--overlap-grad-reduce --ddp-bucket-size 20000 --lr 1'
+)
+PIPE = [
+    *('--dp', '8', '--pp', '2', '--vpp', '2', '--megatron-args'),
+    f'{FLAGS} --overlap-param-gather',
+]
+
 
 def _commands(rank: int, world_size: int, runs: list[list[str]]) -> list[tuple[int, str, str]]:
     found = []
@@ -86,6 +96,10 @@ def test_simulate_and_tune(tmp_path: Path) -> None:
     swept = [times(text)['exposed_s'] for _, text, _ in rest]
     assert exposed[0] <= min(swept) + 1e-9
     assert exposed[0] < max(swept)
+    # Not only because the fixed sizes were tried: the rule itself is as good as any of them.
+    by_rule = [e['times'] for e in ranking if e['what'] == 'the cuts of time_optimal']
+    assert by_rule[0]['exposed_s'] <= min(exposed) + 1e-9
+    assert by_rule[0]['exposed_param_s'] > 0
 
     # With single values changed a config has no name for the network.
     assert load_config(by_profile).bucketing.name != TimeOptimalBucketing.name
@@ -113,9 +127,44 @@ def test_a_tuned_config_names_the_profile_and_the_network(tmp_path: Path) -> Non
         'profile': str(profile),
         'network': str(network),
     }
-    best = min(e['times']['exposed_grad_s'] for e in json.loads(found[1])['ranking'])
-    assert times(told[1])['exposed_grad_s'] <= best + 1e-9
-    assert times(told[1])['exposed_grad_s'] < times(fixed[1])['exposed_grad_s']
+    best = min(e['times']['exposed_s'] for e in json.loads(found[1])['ranking'])
+    assert times(told[1])['exposed_s'] <= best + 1e-9
+    assert times(told[1])['exposed_s'] < times(fixed[1])['exposed_s']
+
+
+def test_what_flags_and_options_say_of_an_iteration() -> None:
+    """Micro-batches, their size and length; a chunk's one bucket where the schedule starts everything."""
+    flags = ['--dp', '4', '--megatron-args', f'{FLAGS} --global-batch-size 32']
+    long, whole = f'{FLAGS} --seq-length 64', f'{FLAGS} --overlap-param-gather'
+    pipe = [*PIPE, *SLOW, '--net', 'tflops=0.001', '--microbatches', '4']
+    own = [*pipe, '--no-align-grad-reduce', '--no-align-param-gather']
+    told, longer, overlapped, text, grouped, aligned, free, tuned = commands(
+        ['simulate', *flags, *SLOW, '--json'],
+        ['simulate', '--dp', '4', '--megatron-args', long, *SLOW, '--json'],
+        ['simulate', '--dp', '4', '--megatron-args', whole, *SLOW, '--json'],
+        ['simulate', *flags],
+        ['simulate', *pipe, '--microbatch-group-size', '4', '--json'],
+        ['simulate', *pipe, '--json'],
+        ['simulate', *own, '--json'],
+        ['tune', *pipe, '--json'],
+    )
+    for code, _, err in (told, longer, overlapped, text, grouped, aligned, free, tuned):
+        assert (code, err) == (0, '')
+    assert json.loads(told[1])['microbatches'] == 32 // (2 * 4)
+    short, other = times(told[1]), times(longer[1])
+    assert other['compute_s'] == pytest.approx(
+        short['compute_s'] / 4 * 2, rel=0.1
+    )  # one micro-batch
+    # Without --overlap-param-gather all gathers are waited for.
+    assert short['exposed_param_s'] == pytest.approx(short['gather_s'])
+    assert times(overlapped[1])['exposed_param_s'] < short['gather_s']
+    assert 'change no buffer here: --lr\n' in text[1]
+    # Two micro-batches of chunk 0, or all four, come after chunk 1 is ready.
+    assert times(grouped[1])['exposed_grad_s'] <= times(aligned[1])['exposed_grad_s']
+    assert times(free[1])['exposed_grad_s'] < times(aligned[1])['exposed_grad_s']
+    ranking = json.loads(tuned[1])['ranking']
+    (rule,) = [e for e in ranking if e['what'] == 'the cuts of time_optimal']
+    assert rule['times']['exposed_s'] == pytest.approx(ranking[0]['times']['exposed_s'])
 
 
 BAD: list[tuple[list[str], str]] = [
@@ -130,6 +179,23 @@ BAD: list[tuple[list[str], str]] = [
     (['simulate', *TINY, '--rank-stage', '1'], '--rank-stage 1: with --pp 1 it is at most 0'),
     (['simulate', *TINY, '--profile', '/none.json'], '--profile: /none.json no such file'),
     (['simulate', *TINY, '--trace', '/none/x.json'], '--trace /none/x.json: there is no folder'),
+    (
+        ['simulate', *TINY, '--microbatch-group-size', '2'],
+        '--microbatch-group-size: only the interleaved schedule',
+    ),
+    (
+        ['simulate', *PIPE, '--microbatches', '4', '--microbatch-group-size', '5'],
+        'wants at least --pp 2 and at most --microbatches 4',
+    ),
+    (['simulate', *PIPE, '--microbatches', '3'], 'must be 0 or at least --pp 2; it is 1'),
+    (
+        ['simulate', '--dp', '4', '--megatron-args', f'{FLAGS} --delay-wgrad-compute'],
+        '--delay-wgrad-compute changes when gradients arrive',
+    ),
+    (
+        ['simulate', '--dp', '4', '--megatron-args', f'{FLAGS} --global-batch-size 6'],
+        '--global-batch-size 6: is not a multiple of --micro-batch-size x dp = 2 x 4 = 8',
+    ),
     (['simulate', *TINY, '--plot', 'x.bmp'], 'the name must end in .svg'),
     (['simulate', '--model', 'gpt_tinny'], "Did you mean 'gpt_tiny'"),
     (['simulate', *TINY, '--tp', '3'], 'cannot be divided over --tp 3'),

@@ -64,6 +64,7 @@ def _changing_windows(rank: int, world_size: int, config: Any, dist_opt: bool) -
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dist_opt', PLAIN_AND_SHARDED)
 @pytest.mark.parametrize(
     'config',

@@ -14,6 +14,7 @@ import ast
 import difflib
 import importlib.metadata
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,7 +269,7 @@ def check_gate(core: CoreInstall, verdict: Verdict) -> None:
     if reason:
         raise UnsupportedVersionError(
             f'{reason}\nUnlike {verdict.nearest}:\n{verdict.report()}\n'
-            f'To go on all the same: {COMPAT_HINT}.\n{how_to_proceed(verdict)}'
+            f'To go on all the same: {COMPAT_HINT}.\n{how_to_proceed(core, verdict)}'
         )
     raise FingerprintError(fingerprint_message(core, verdict))
 
@@ -280,12 +281,18 @@ def fingerprint_message(core: CoreInstall, verdict: Verdict) -> str:
         f'symbol(s) that we replace or rely upon is not one we know (nearest: {verdict.nearest}).\n'
         f'{verdict.report()}\n'
         f"Install a known version (pip install 'megatron-core{SUPPORTED}'), or read the lines above "
-        f'and, if they do no harm, go on with {COMPAT_HINT}.\n{how_to_proceed(verdict)}'
+        f'and, if they do no harm, go on with {COMPAT_HINT}.\n{how_to_proceed(core, verdict)}'
     )
 
 
-def how_to_proceed(verdict: Verdict) -> str:
-    """All symbols that differ, by module, and the command that says what of ours depends on each."""
+def how_to_proceed(core: CoreInstall, verdict: Verdict) -> str:
+    """All symbols that differ, by module, and the command that says what of ours depends on each.
+
+    The command does not have the script's folder on its path, which is how a checkout is mostly found.
+    """
+    command = f'megatron-buffer diff --against {verdict.nearest}'
+    if core.kind == 'checkout' and core.path is not None:
+        command = f'PYTHONPATH={shlex.quote(str(core.path.parents[1]))} {command}'
     modules: dict[str, list[str]] = {}
     for difference in verdict.differences:
         module, _, qualname = difference.symbol.partition(':')
@@ -293,8 +300,8 @@ def how_to_proceed(verdict: Verdict) -> str:
         kind = '' if difference.kind == 'changed' else f' ({difference.kind})'
         modules.setdefault(module.rpartition('.')[2], []).append(f'{name}{kind}')
     lines = [f'  {module}.py: {", ".join(names)}' for module, names in modules.items()]
-    return (
-        f'Symbols that differ from {verdict.nearest}:\n' + '\n'.join(lines) + '\n'
-        'What of ours depends on each of them, and how to proceed: '
-        f"'megatron-buffer diff --against {verdict.nearest}'"
+    return f'Symbols that differ from {verdict.nearest}:\n' + '\n'.join(
+        lines
+    ) + '\n' 'What of ours depends on each of them, and how to proceed: ' + (
+        f"'{command}'" if command.startswith('megatron') else command
     )

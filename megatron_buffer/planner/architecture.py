@@ -114,5 +114,8 @@ def load_architecture(source: str) -> Architecture:
 
 
 def plain_name(source: str) -> str:
-    """A short name for titles: the file's, without folder and suffix."""
-    return re.sub(r'\.ya?ml$', '', os.path.basename(source))
+    """A short name for titles: the file's, without folder and suffix; of a config.json its folder's."""
+    folder, name = os.path.split(source)
+    if name == 'config.json':  # as all of Hugging Face's are called
+        name = os.path.basename(os.path.abspath(folder)) or name
+    return re.sub(r'\.ya?ml$', '', name)

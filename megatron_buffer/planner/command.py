@@ -6,13 +6,13 @@ Imports neither torch nor megatron before the command runs; with ``--params-file
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_buffer.config import load_config, shipped_names
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import load_architecture, plain_name
+from megatron_buffer.planner.files import print_json
 from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_model, add_sizes
 from megatron_buffer.planner.job import DdpOptions, Job
 
@@ -178,7 +178,7 @@ def _show(view: LayoutView, options: argparse.Namespace, console: Console) -> No
     if options.json:
         from megatron_buffer.planner.as_json import layout_as_dict
 
-        _print_json(layout_as_dict(view, with_params=not options.buckets_only))
+        print_json(layout_as_dict(view, with_params=not options.buckets_only))
     else:
         from megatron_buffer.planner.render import render, render_params
 
@@ -198,12 +198,7 @@ def _show_diff(a: LayoutView, b: LayoutView, as_json: bool, console: Console) ->
 
     diff = compare(a, b)
     if as_json:
-        _print_json(diff_as_dict(diff))
+        print_json(diff_as_dict(diff))
     else:
         render_diff(diff, console)
     return OK if diff.same else MOVED
-
-
-def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write('\n')

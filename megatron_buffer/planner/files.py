@@ -1,14 +1,22 @@
-"""Files that a command writes: what would keep it from that is said beforehand."""
+"""What a command writes: JSON to stdout, and files, of which is said beforehand what would prevent them."""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def print_json(data: Any) -> None:
+    """What ``--json`` prints."""
+    json.dump(data, sys.stdout, indent=2)
+    sys.stdout.write('\n')
 
 
 def check_file(option: str, path: str) -> None:

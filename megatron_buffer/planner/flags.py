@@ -81,6 +81,27 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
         '--microbatches', type=int, metavar='N', help='micro-batches of an iteration (default: pp)'
     )
     group.add_argument(
+        '--microbatch-group-size',
+        type=int,
+        metavar='N',
+        help='with --vpp: micro-batches that run through a chunk before the next one (default: pp)',
+    )
+    group.add_argument(
+        '--no-align-grad-reduce',
+        action='store_true',
+        help="with --vpp: gradients start reductions, not the schedule at the end of a chunk's backward",
+    )
+    group.add_argument(
+        '--no-align-param-gather',
+        action='store_true',
+        help='with --vpp: forward starts gathers, not the schedule',
+    )
+    group.add_argument(
+        '--no-overlap-param-gather',
+        action='store_true',
+        help='all gathers follow the optimizer; reductions overlap all the same',
+    )
+    group.add_argument(
         '--micro-batch-size', type=int, default=1, metavar='N', help='sequences of one (default 1)'
     )
     group.add_argument(

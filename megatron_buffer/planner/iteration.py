@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,31 @@ from megatron_buffer.planner.view import GroupView
 from megatron_buffer.planner.work import ChunkTimes
 
 
+class Schedule(NamedTuple):
+    """The micro-batches of an iteration, and what starts collectives.
+
+    Attributes:
+        microbatches: How many there are.
+        microbatch_group_size: How many run through a chunk before the next chunk's turn
+            (``microbatch_group_size_per_vp_stage``).
+        align_grad_reduce: Whether with several chunks the schedule starts their reductions.
+        align_param_gather: Whether it starts their gathers.
+        overlap_param_gather: Whether gathers may run beside forward at all.
+    """
+
+    microbatches: int = 1
+    microbatch_group_size: int = 1
+    align_grad_reduce: bool = True
+    align_param_gather: bool = True
+    overlap_param_gather: bool = True
+
+
 def iteration_of(
     stage: StageLedger,
     ask: Ask,
     network: Network,
     times: Mapping[int, ChunkTimes],
-    microbatches: int = 1,
+    schedule: Schedule,
 ) -> Iteration:
     """What a rank of a stage has to do.
 
@@ -28,10 +48,10 @@ def iteration_of(
         ask: What it was made for.
         network: How long collectives take.
         times: By chunk, how long it computes.
-        microbatches: Of an iteration.
+        schedule: The micro-batches, and what the schedule starts.
     """
     job = stage.job
-    waves = min(job.pp, microbatches) if len(stage.chunks) > 1 else 1
+    waves = schedule.microbatch_group_size if len(stage.chunks) > 1 else 1
     once = sum(t.forward_s + t.backward_s for t in times.values())
     deferred = ask.runtime.config.readiness.name == 'deferred'
     return Iteration(
@@ -47,11 +67,13 @@ def iteration_of(
             for number, chunk in enumerate(stage.chunks)
         ),
         optimizer_s=_optimizer_s(stage, ask, network),
-        microbatches=microbatches,
+        microbatches=schedule.microbatches,
         waves=waves,
         bubble_s=(job.pp - 1) * once / len(stage.chunks),
         overlap_reduce=ask.ddp.overlap and not deferred,
-        overlap_gather=ask.ddp.overlap,
+        overlap_gather=ask.ddp.overlap and schedule.overlap_param_gather,
+        align_reduce=schedule.align_grad_reduce,
+        align_gather=schedule.align_param_gather,
         in_order=ask.runtime.config.dispatch_order.name == 'in_order',
     )
 

@@ -70,13 +70,22 @@ def _draw(axes: Any, stages: Sequence[StageLedger]) -> None:
     if len(stages) <= _FEW_STAGES:
         for place, stage, bottom in zip(places, stages, bottoms, strict=True):
             text = size(stage.memory.resident_bytes).replace(' ', '\n' if len(stages) > 12 else ' ')
-            axes.text(place, bottom + top * 0.012, text, ha='center', va='bottom', fontsize=8)
+            axes.text(
+                place,
+                bottom + top * 0.012,
+                text,
+                ha='center',
+                va='bottom',
+                fontsize=8,
+                bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 0.5},
+            )
     axes.set_ylim(0, top * 1.1)
     axes.set_xlim(-0.6, len(stages) - 0.4)
     step = max(1, len(stages) // 16)
     axes.set_xticks(places[::step], [str(stage.job.pp_rank) for stage in stages[::step]])
     axes.set_xlabel('pipeline stage; above a bar: what is resident')
     axes.set_ylabel('GB (10^9 bytes)')
+    axes.set_axisbelow(True)
     axes.grid(axis='y', lw=0.4, color='#DDDDDD')
     figures.bare(axes)
     axes.figure.legend(loc='outside lower left', ncols=3, fontsize=8, frameon=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_buffer.errors import ConfigError
@@ -76,6 +77,23 @@ _JOB_SWITCHES = {
     'ddp-pad-buckets-for-high-nccl-busbw': 'high_busbw',
     'use-precision-aware-optimizer': 'precision_aware',
 }
+# Options of simulate and tune, which have an iteration.
+_ITERATION = {
+    'seq-length': 'seq_length',
+    'micro-batch-size': 'micro_batch_size',
+    'global-batch-size': 'global_batch_size',
+    'microbatch-group-size-per-virtual-pipeline-stage': 'microbatch_group_size',
+}
+_ITERATION_SWITCHES = {
+    'no-align-grad-reduce': 'no_align_grad_reduce',
+    'no-align-param-gather': 'no_align_param_gather',
+}
+_TIMING = (
+    'delay-wgrad-compute',
+    'defer-embedding-wgrad-compute',
+    'overlap-param-gather-with-optimizer-step',
+    'overlap-moe-expert-parallel-comm',
+)
 _READ_TOO = (
     *(
         'use-distributed-optimizer',
@@ -97,12 +115,18 @@ class Flags(NamedTuple):
     Attributes:
         architecture: The model.
         options: Options of the command, by their names in its namespace.
-        ignored: Flags that change nothing here.
+        ignored: Flags that change nothing in a buffer.
+        iteration: Options of commands that simulate an iteration.
+        of_iteration: The flags that these come from.
+        timing: Flags that change an iteration in a way that is not simulated.
     """
 
     architecture: Architecture
     options: dict[str, Any]
     ignored: list[str]
+    iteration: dict[str, Any]
+    of_iteration: list[str]
+    timing: list[str]
 
 
 def read_flags(text: str) -> Flags:
@@ -151,7 +175,19 @@ def read_flags(text: str) -> Flags:
             1, per_stage // max(1, _number('num-layers-per-virtual-pipeline-stage', layers))
         )
     ignored = [f'--{flag}' for flag in given if flag not in known]
-    return Flags(result, options, ignored)
+    iteration: dict[str, Any] = {
+        name: _number(flag, given[flag]) for flag, name in _ITERATION.items() if flag in given
+    }
+    iteration |= {name: True for flag, name in _ITERATION_SWITCHES.items() if flag in given}
+    of_iteration = [f'--{flag}' for flag in (*_ITERATION, *_ITERATION_SWITCHES)]
+    if 'overlap-param-gather' not in given:
+        iteration['no_overlap_param_gather'] = True
+    of_iteration.append('--overlap-param-gather')
+    if given.get('recompute-granularity') == 'full':
+        iteration['recompute'] = True
+        of_iteration += [f'--{flag}' for flag in given if flag.startswith('recompute-')]
+    timing = [f'--{flag}' for flag in given if flag in _TIMING]
+    return Flags(result, options, ignored, iteration, of_iteration, timing)
 
 
 def apply_flags(options: argparse.Namespace, flags: Flags) -> None:
@@ -160,7 +196,16 @@ def apply_flags(options: argparse.Namespace, flags: Flags) -> None:
     Raises:
         ConfigError: If an option is given both ways.
     """
-    for name, value in flags.options.items():
+    apply_options(options, flags.options)
+
+
+def apply_options(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Sets options that flags have said.
+
+    Raises:
+        ConfigError: If an option is given both ways.
+    """
+    for name, value in values.items():
         current = getattr(options, name)
         # Left out, an option is None or False, and the sizes of parallelism are 1.
         if current not in (None, False, 1) and current != value:

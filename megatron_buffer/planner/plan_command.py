@@ -6,14 +6,14 @@ Imports neither torch nor megatron before the command runs; with ``--params`` ne
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import plain_name
-from megatron_buffer.planner.files import check_file, say_written
+from megatron_buffer.planner.files import check_file, print_json, say_written
 from megatron_buffer.planner.request import (
     Request,
     add_job_arguments,
@@ -32,6 +32,8 @@ OK = 0
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``megatron-buffer plan``."""
+    # So that a negative --params is read, and refused in words: argparse knows no exponents before 3.14.
+    vars(parser)['_negative_number_matcher'] = re.compile(r'-[\d.]+(?:[eE][+-]?\d+)?[A-Za-z]?$')
     add_job_arguments(parser, averages=True)
     output = parser.add_argument_group('output')
     output.add_argument('--html', metavar='FILE', help='also write a page that needs nothing else')
@@ -80,7 +82,7 @@ def _averages(options: argparse.Namespace, request: Request, console: Console) -
         bucket_size_elems=configured,
     )
     if options.json:
-        _print_json(averages_as_dict(found, params, request.job))
+        print_json(averages_as_dict(found, params, request.job))
     else:
         from megatron_buffer.planner.plan_render import render_averages
 
@@ -109,7 +111,7 @@ def _exact(options: argparse.Namespace, request: Request, console: Console) -> i
 
         plot_ledger(stages, ask, options.plot)
     if options.json:
-        _print_json(plan_as_dict(stages, ask, notes))
+        print_json(plan_as_dict(stages, ask, notes))
     else:
         from megatron_buffer.planner.plan_render import render_plan
 
@@ -151,8 +153,3 @@ class _Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write('\n')

@@ -133,7 +133,9 @@ def _buffer(chunk: ChunkLedger, buffer: BufferLedger) -> Iterator[str]:
         f'{size(memory.grad_data_bytes)}, param_data {size(memory.param_data_bytes)}, optimizer '
         f'{size(memory.optimizer_bytes)}</p>'
     )
-    yield f'<details{" open" if len(layout.buckets) <= 8 else ""}><summary>{len(layout.buckets)} buckets</summary>'
+    count = len(layout.buckets)
+    yield f'<details{" open" if count <= 8 else ""}>'
+    yield f'<summary>{count} bucket{"s" if count > 1 else ""}</summary>'
     yield from _head(
         *(
             'bucket',

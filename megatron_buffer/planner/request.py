@@ -148,7 +148,7 @@ def read_request(options: argparse.Namespace) -> Request:
     flags = read_flags(options.megatron_args) if options.megatron_args is not None else None
     if flags is not None:
         apply_flags(options, flags)
-    job = Job(dp=_dp(options), **{key: getattr(options, key) for key in _SIZES})
+    job = Job(dp=data_parallel_size(options), **{key: getattr(options, key) for key in _SIZES})
     dtype, grads = options.dtype or 'bf16', options.grads or 'fp32'
     if grads not in ('fp32', dtype):
         raise ConfigError(
@@ -181,7 +181,7 @@ def read_request(options: argparse.Namespace) -> Request:
     return Request(flags, job, ddp, dtype, recipe, optimizer, load_config(options.config))
 
 
-def _dp(options: argparse.Namespace) -> int:
+def data_parallel_size(options: argparse.Namespace) -> int:
     """The data-parallel size, from ``--dp`` or from ``--world``."""
     if options.world is None:
         return 1 if options.dp is None else options.dp

@@ -16,10 +16,16 @@ from megatron_buffer.config import BufferConfig
 from megatron_buffer.config_network import Network, changed, load_network
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import plain_name
-from megatron_buffer.planner.iteration import iteration_of
+from megatron_buffer.planner.iteration import Schedule, iteration_of
 from megatron_buffer.planner.job import DdpOptions, Job
+from megatron_buffer.planner.megatron_args import Flags, apply_options
 from megatron_buffer.planner.params import PlannedParam
-from megatron_buffer.planner.request import Request, read_fitting_model, read_request
+from megatron_buffer.planner.request import (
+    Request,
+    data_parallel_size,
+    read_fitting_model,
+    read_request,
+)
 from megatron_buffer.planner.simulation import simulate
 from megatron_buffer.planner.stages import Ask, StageLedger, quantized, stage_ledger
 from megatron_buffer.planner.timeline import Iteration, Timeline
@@ -49,7 +55,7 @@ class Scene:
     """With the values that were changed."""
     request_network: str | None
     """What a config can call the network; None where single values were changed."""
-    microbatches: int
+    schedule: Schedule
     profile: Profile
     """The recorded one, or the estimated times in its form."""
     profile_path: str | None
@@ -76,7 +82,7 @@ class Scene:
             ask = dataclasses.replace(ask, ddp=ddp)
         chunks = {number: list(params) for number, params in self.chunks.items()}
         stage = stage_ledger(chunks, self.job, ask)
-        iteration = iteration_of(stage, ask, self.network, self.times, self.microbatches)
+        iteration = iteration_of(stage, ask, self.network, self.times, self.schedule)
         return Outcome(ask, stage, iteration, simulate(iteration))
 
     @property
@@ -104,10 +110,7 @@ def read_scene(options: argparse.Namespace) -> Scene:
         ConfigError: If something that was asked for is wrong.
     """
     network = _network(options)
-    for option, least in (('microbatches', 1), ('micro_batch_size', 1), ('seq_length', 1)):
-        value = getattr(options, option)
-        if value is not None and value < least:
-            raise ConfigError(f'--{option.replace("_", "-")} {value}: must be at least {least}')
+    _check_iteration(options)
     profile = load_profile(options.profile, '--profile') if options.profile else None
     has_model = any(
         value is not None for value in (options.model, options.hf, options.megatron_args)
@@ -119,7 +122,11 @@ def read_scene(options: argparse.Namespace) -> Scene:
             )
         _take_sizes(options, profile)
     request = read_request(options)
+    if request.flags is not None:
+        request = request._replace(flags=_take_flags(options, request.flags))
+    _check_iteration(options)
     job = dataclasses.replace(request.job, pp_rank=options.rank_stage)
+    schedule = _schedule(options, job)  # before the model is built: that takes seconds
     notes: list[str] = []
     if has_model:
         from megatron_buffer.planner.model import build_params
@@ -156,10 +163,74 @@ def read_scene(options: argparse.Namespace) -> Scene:
         network=network,
         network_name=options.network + (f' with {", ".join(options.net)}' if options.net else ''),
         request_network=None if options.net else options.network,
-        microbatches=options.microbatches or job.pp,
+        schedule=schedule,
         profile=profile or estimated_profile(chunks, times, job),
         profile_path=options.profile,
         notes=tuple(notes),
+    )
+
+
+def _check_iteration(options: argparse.Namespace) -> None:
+    for option in ('microbatches', 'micro_batch_size', 'seq_length', 'microbatch_group_size'):
+        value = getattr(options, option)
+        if value is not None and value < 1:
+            raise ConfigError(f'--{option.replace("_", "-")} {value}: must be at least 1')
+
+
+def _take_flags(options: argparse.Namespace, flags: Flags) -> Flags:
+    """Sets what the flags say about an iteration; returns the flags, those that it takes not ignored.
+
+    Raises:
+        ConfigError: If one of them changes when gradients arrive in a way that no estimate knows.
+    """
+    if flags.timing and options.profile is None:
+        raise ConfigError(
+            f'--megatron-args: {flags.timing[0]} changes when gradients arrive or collectives start, which '
+            'the estimate does not know; leave it out, or give a --profile that was recorded with it'
+        )
+    iteration = dict(flags.iteration)
+    total = iteration.pop('global_batch_size', None)
+    apply_options(options, iteration)
+    if total is not None and options.microbatches is None:
+        dp = data_parallel_size(options)
+        each = options.micro_batch_size * dp
+        if total % each:
+            raise ConfigError(
+                f'--megatron-args: --global-batch-size {total}: is not a multiple of --micro-batch-size x dp '
+                f'= {options.micro_batch_size} x {dp} = {each}'
+            )
+        options.microbatches = total // each
+    return flags._replace(ignored=[f for f in flags.ignored if f not in flags.of_iteration])
+
+
+def _schedule(options: argparse.Namespace, job: Job) -> Schedule:
+    """Of the interleaved schedule Megatron's own limits hold."""
+    microbatches = options.microbatches or job.pp
+    size = options.microbatch_group_size
+    if job.vpp == 1:
+        for option in ('microbatch_group_size', 'no_align_grad_reduce', 'no_align_param_gather'):
+            if getattr(options, option):
+                raise ConfigError(
+                    f'--{option.replace("_", "-")}: only the interleaved schedule knows it; set --vpp as well'
+                )
+        return Schedule(microbatches, overlap_param_gather=not options.no_overlap_param_gather)
+    size = size or job.pp
+    if not job.pp <= size <= microbatches:
+        raise ConfigError(
+            f'--microbatch-group-size {size}: with --vpp {job.vpp} Megatron wants at least --pp {job.pp} and '
+            f'at most --microbatches {microbatches}'
+        )
+    if 0 < microbatches % size < job.pp:
+        raise ConfigError(
+            f'--microbatches {microbatches}: with --vpp {job.vpp} what groups of {size} leave must be 0 or at '
+            f'least --pp {job.pp}; it is {microbatches % size}'
+        )
+    return Schedule(
+        microbatches,
+        size,
+        align_grad_reduce=not options.no_align_grad_reduce,
+        align_param_gather=not options.no_align_param_gather,
+        overlap_param_gather=not options.no_overlap_param_gather,
     )
 
 

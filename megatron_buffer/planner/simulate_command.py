@@ -6,11 +6,9 @@ Imports neither torch nor megatron before the command runs.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING
 
-from megatron_buffer.planner.files import check_file, say_written
+from megatron_buffer.planner.files import check_file, print_json, say_written
 from megatron_buffer.planner.flags import add_simulation
 from megatron_buffer.planner.request import add_job_arguments
 
@@ -65,8 +63,7 @@ def simulate(options: argparse.Namespace, console: Console) -> int:
 
         plot_timeline(outcome, scene, options.plot)
     if options.json:
-        json.dump(simulation_as_dict(scene, outcome), sys.stdout, indent=2)
-        sys.stdout.write('\n')
+        print_json(simulation_as_dict(scene, outcome))
         return OK
     from megatron_buffer.planner.simulate_render import render_simulation
 

@@ -50,7 +50,7 @@ def scene_as_dict(scene: Scene) -> dict[str, Any]:
     return {
         'job': scene.job.sizes(),
         'pp_rank': scene.job.pp_rank,
-        'microbatches': scene.microbatches,
+        'microbatches': scene.schedule.microbatches,
         'profile': scene.profile_path,
         'network': {'name': scene.network_name, **dataclasses.asdict(scene.network)},
     }

@@ -28,7 +28,10 @@ def render_simulation(scene: Scene, outcome: Outcome, console: Console) -> None:
     console.print()
     console.print(_sums(timeline, outcome.iteration.optimizer_s))
     console.print()
-    console.print(_groups(outcome))
+    if timeline.reduce_s or timeline.gather_s:
+        console.print(_groups(outcome))
+    else:
+        _say(console, 'Nothing is sent: every group has one rank only (--dp, --world).')
     console.print()
     _say(console, 'What the end waits for:', 'bold')
     console.print(_path(timeline))
@@ -41,7 +44,8 @@ def say_scene(scene: Scene, console: Console) -> None:
     job = scene.job
     stage = f', stage {job.pp_rank}' if job.pp > 1 else ''
     _say(console, f'{scene.model}, {sizes_of(job)}{stage}')
-    batches = f'{scene.microbatches} micro-batch{"es" if scene.microbatches > 1 else ""}'
+    count = scene.schedule.microbatches
+    batches = f'{count} micro-batch{"es" if count > 1 else ""}'
     _say(console, f'network {scene.network_name}')
     _say(console, f'{scene.source_of_times}; {batches}')
 
@@ -150,7 +154,9 @@ def _joined(path: Sequence[Event]) -> list[Event]:
 
 
 def _relative(seconds: float) -> str:
-    return f'{"-" if seconds < 0 else "+"}{duration(abs(seconds))}' if seconds else '0'
+    if abs(seconds) < 5e-10:  # nothing, but for the rounding of sums
+        return '0'
+    return f'{"-" if seconds < 0 else "+"}{duration(abs(seconds))}'
 
 
 def _table(*names: str, left: Sequence[str] = ()) -> Table:

@@ -11,6 +11,7 @@ time that they are said to take, whatever the network does beside them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -103,7 +104,7 @@ class _Run:
                 self._ready.append(_Ready(at, turn, self._last_compute, number, index))
             if chunk.backward_s > done:
                 self._compute('backward', 'the rest', chunk.backward_s - done, number)
-            if it.is_interleaved:
+            if it.is_interleaved and it.align_reduce:
                 # The schedule starts all of a chunk's reductions when its backward has ended.
                 count = len(chunk.groups)
                 self._ready[len(self._ready) - count :] = [
@@ -173,7 +174,7 @@ class _Run:
                 self.waited_s = gathers.free - begin
                 self._now, self._last_compute = gathers.free, gathers.last
         for number, chunk in enumerate(it.chunks):
-            if it.overlap_gather and it.is_interleaved:
+            if it.overlap_gather and it.is_interleaved and it.align_gather:
                 # The schedule starts those of two chunks at once, then each time those of the next.
                 for later in (0, 1) if number == 0 else (number + 1,):
                     gathers.launch_chunk(later, self._now, self._last_compute)
@@ -185,11 +186,13 @@ class _Run:
 
     def _forward_chunk(self, number: int, chunk: ChunkWork, gathers: _Gathers) -> None:
         done = 0.0
+        # Of groups that are read at the same time, for nothing is computed between, the chain's next is first.
         order = sorted(
-            (g for g in range(len(chunk.groups)) if chunk.groups[g].gather_position is not None),
-            key=lambda g: chunk.groups[g].first_use_s,
+            (group.first_use_s, group.gather_position, index)
+            for index, group in enumerate(chunk.groups)
+            if group.gather_position is not None
         )
-        for index in order if self.iteration.overlap_gather else ():
+        for _, _, index in order if self.iteration.overlap_gather else ():
             group = chunk.groups[index]
             if group.first_use_s > done:
                 name = f'until {group.first_used}'
@@ -202,7 +205,7 @@ class _Run:
             if end > self._now:
                 self.waited_s += end - self._now
                 self._now, self._last_compute = end, event
-            following = gathers.following(chunk, index)
+            following = gathers.following(number, index)
             if following is not None and (number, following) not in gathers.ends:
                 why = 'started by the gather before it'
                 gathers.launch(number, following, self._now, self._last_compute, why)
@@ -237,6 +240,11 @@ class _Gathers:
         self.free = begin
         self.last: int | None = None
         self._run = run
+        self._following: dict[tuple[int, int], int] = {}
+        for number, of_chunk in enumerate(run.iteration.chunks):
+            for is_expert in (False, True):
+                for one, other in itertools.pairwise(self.chain(of_chunk, is_expert)):
+                    self._following[number, one] = other
 
     def chain(self, chunk: ChunkWork, is_expert: bool | None) -> list[int]:
         """Indices of the groups that are gathered, in their order; None: of both chains."""
@@ -247,11 +255,9 @@ class _Gathers:
         ]
         return [index for _, _, index in sorted(chosen)]
 
-    def following(self, chunk: ChunkWork, index: int) -> int | None:
-        """The group that a group's chain goes on with."""
-        chain = self.chain(chunk, chunk.groups[index].is_expert_parallel)
-        place = chain.index(index) + 1
-        return chain[place] if place < len(chain) else None
+    def following(self, number: int, index: int) -> int | None:
+        """The group that the chain of a chunk's group goes on with."""
+        return self._following.get((number, index))
 
     def launch_chunk(self, number: int, at: float, cause: int | None) -> None:
         """Starts all gathers of a chunk, if there is such a one, in the order of the list of its groups."""

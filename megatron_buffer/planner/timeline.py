@@ -57,19 +57,24 @@ class Iteration:
     optimizer_s: float
     microbatches: int = 1
     waves: int = 1
-    """Micro-batches that run through a chunk before the next chunk's turn: with several chunks, the pipeline
-    stages, else 1."""
+    """Micro-batches that run through a chunk before the next chunk's turn
+    (``microbatch_group_size_per_vp_stage``): with several chunks by default the pipeline stages, else 1."""
     bubble_s: float = 0.0
     """What the rank waits for other pipeline stages."""
     overlap_reduce: bool = True
     """Whether groups are reduced as soon as they are ready."""
     overlap_gather: bool = True
+    align_reduce: bool = True
+    """Whether with several chunks the schedule starts a chunk's reductions (``align_grad_reduce``), not each
+    group itself."""
+    align_gather: bool = True
+    """The same of gathers (``align_param_gather``)."""
     in_order: bool = False
     """Whether groups wait for those that are expected before them (``dispatch_order: in_order``)."""
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether there are several chunks: then the schedule starts collectives (``align_grad_reduce``)."""
+        """Whether there are several chunks."""
         return len(self.chunks) > 1
 
     @property

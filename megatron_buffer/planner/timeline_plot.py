@@ -29,6 +29,7 @@ _LABELS = {
     'forward': 'forward of the next micro-batch',
 }
 _WIDE_ENOUGH = 0.035  # of the axis, for a label inside
+_THIN = 0.002  # of the axis, so that black edges would hide the colour
 
 
 def plot_timeline(outcome: Outcome, scene: Scene, path: str) -> None:
@@ -78,6 +79,8 @@ def _draw(axes: Any, timeline: Timeline, begin: float, span: tuple[float, float]
             alpha = 1.0 if numbers[event.kind] % 2 else 0.55
         left, width = (event.start_s - begin) * scale, event.duration_s * scale
         edge = 'none' if event.kind in ('backward', 'forward') else 'black'
+        if width / length < _THIN:
+            edge = _COLOURS[event.kind]
         axes.broken_barh(
             [(left, width)],
             (lane - 0.36, 0.72),

@@ -6,12 +6,11 @@ Imports neither torch nor megatron before the command runs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import ConfigError
-from megatron_buffer.planner.files import check_file, say_written
+from megatron_buffer.planner.files import check_file, print_json, say_written
 from megatron_buffer.planner.flags import add_simulation
 from megatron_buffer.planner.request import add_job_arguments
 
@@ -64,8 +63,7 @@ def tune(options: argparse.Namespace, console: Console) -> int:
 
         plot_sweep(scene, found, options.plot)
     if options.json:
-        json.dump(ranking_as_dict(scene, found), sys.stdout, indent=2)
-        sys.stdout.write('\n')
+        print_json(ranking_as_dict(scene, found))
         return OK
     render_ranking(scene, found, options.top, console)
     for path in (options.output, options.plot):

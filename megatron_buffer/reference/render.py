@@ -24,6 +24,7 @@ from megatron_buffer.reference.hunks import (
     title,
 )
 from megatron_buffer.reference.mapping import RELATIONS, Entry, file_of
+from megatron_buffer.reference.upstream_source import Piece
 
 TWO_COLUMNS = 120
 """From this width on."""
@@ -40,6 +41,7 @@ STYLES = {
 }
 _SIGN_STYLES = {'gone': 'bold yellow', 'new': 'bold blue', 'moved': 'bold magenta', 'like': 'bold'}
 _NUMBER = 5
+_INDENT = 9
 _CONTINUATION = 4
 
 
@@ -84,11 +86,11 @@ def _head(comparison: Comparison, version: str, console: Console) -> None:
         ('', f'({RELATIONS[entry.relation]})'),
         ('upstream', f'{comparison.upstream.where}, installed {version}'),
     ]
-    for index, piece in enumerate(comparison.ours):
-        rows.append(('ours' if not index else '', f'{short_name(piece.symbol)} ({piece.where})'))
+    for index, place in enumerate(_places(comparison.ours, console.width - _INDENT)):
+        rows.append(('ours' if not index else '', place))
     for name, value in rows:
-        text = Text(f'{name:<9} ', 'bold') + Text(value, 'dim' if value.startswith('(') else '')
-        _print_hanging(console, text, 10)
+        text = Text(f'{name:<{_INDENT}}', 'bold')
+        _print_hanging(console, text + Text(value, 'dim' if value.startswith('(') else ''), _INDENT)
     if entry.differences:
         console.print()
     for index, difference in enumerate(entry.differences, start=1):
@@ -96,9 +98,18 @@ def _head(comparison: Comparison, version: str, console: Console) -> None:
         _print_hanging(console, tag + Text(difference.why, ''), 3)
 
 
+def _places(ours: Sequence[Piece], width: int) -> list[str]:
+    """Where ours is, a line each: from the package's folder on where there is no room for all of it."""
+    full = [f'{piece.where} {short_name(piece.symbol).partition(":")[2]}' for piece in ours]
+    if max(map(len, full), default=0) <= width:
+        return full
+    return [place.partition('/')[2] for place in full]
+
+
 def _print_hanging(console: Console, text: Text, indent: int) -> None:
-    first, *rest = text.wrap(console, max(console.width - indent, 20))
-    _print(console, first)
+    """Prints a text whose first ``indent`` characters are a head that further lines leave free."""
+    first, *rest = text[indent:].wrap(console, max(console.width - indent, 20))
+    _print(console, text[:indent] + first)
     for line in rest:
         _print(console, Text(' ' * indent) + line)
 

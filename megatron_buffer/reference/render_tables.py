@@ -18,7 +18,7 @@ from megatron_buffer.reference.mapping import KINDS, RELATIONS, Entry, file_of
 from megatron_buffer.reference.render import STYLES
 from megatron_buffer.reference.versions import HOW_TO_PROCEED, Change, Versions
 
-_NARROW = 100
+_NARROW, _WIDE = 100, 140
 
 
 def is_plain(entry: Entry) -> bool:
@@ -39,11 +39,14 @@ def render_summary(
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     narrow = console.width < _NARROW
-    names, faults = (34, 6) if narrow else (min(console.width * 2 // 5, 56), 10)
+    names = 34 if narrow else min(console.width * 2 // 5, 56)
     table.add_column(f'upstream {version}', overflow='fold', width=names)
     table.add_column('relation', no_wrap=True, width=9)
-    table.add_column('differences', width=console.width - names - faults - 14 if narrow else 24)
-    table.add_column('faults', width=faults)
+    if narrow:
+        table.add_column('differences and faults', width=console.width - names - 13)
+    else:
+        table.add_column('differences', width=24 if console.width < _WIDE else 32)
+        table.add_column('faults', width=10 if console.width < _WIDE else 15)
     if not narrow:
         table.add_column('ours', overflow='fold')
     for file, group in _by_file(entries.values()).items():
@@ -58,9 +61,14 @@ def render_summary(
                 table.add_row(Text(f'  {owner}'))
             own = entry.name.removeprefix(f'{owner}.')
             name = f'  {own}' if own == entry.name else f'    .{own}'
-            cells = [Text(name), Text(entry.relation), kinds(entry)]
-            cells += [Text(', '.join(entry.faults)), Text(_ours(entry), 'dim')]
-            table.add_row(*cells[: len(table.columns)])
+            cells, faults = [Text(name), Text(entry.relation), kinds(entry)], ', '.join(
+                entry.faults
+            )
+            if narrow:
+                cells[-1].append(f': {faults}' if faults else '')
+            else:
+                cells += [Text(faults), Text(_ours(entry), 'dim')]
+            table.add_row(*cells)
         plain = sum(is_plain(entry) for entry in group)
         if plain and not every_symbol:
             table.add_row(Text(f'  {plain} used as they are', 'dim'))

@@ -1,25 +1,27 @@
-"""``bucketing: time_optimal``: the cuts for which the last reduction of a backward pass ends first.
+"""``bucketing: time_optimal``: the cuts that expose the least of reductions and gathers.
 
 Stands for the same places as :mod:`megatron_buffer.strategies.bucketing`. The times at which gradients
-arrive come from a profile file (``--custom-buffer-record``), the times of the reductions from a network
-model; the running rank measures nothing, so all ranks cut alike.
+arrive and forward reads parameters come from a profile file (``--custom-buffer-record``), the times of the
+collectives from a network model; the running rank measures nothing, so all ranks cut alike.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_buffer.config_layout import FixedSizeBucketing as FixedSizeParams
 from megatron_buffer.config_layout import TimeOptimalBucketing as TimeOptimalParams
-from megatron_buffer.config_network import Network, Placement, load_network
+from megatron_buffer.config_network import Line, Network, Placement, load_network
 from megatron_buffer.errors import LayoutError
 from megatron_buffer.profile import ChunkProfile, Profile, World, chunk_key, load_profile
+from megatron_buffer.strategies.best_cuts import best_cuts
 from megatron_buffer.strategies.bucketing import Cutter, FixedSize
 from megatron_buffer.strategies.padding import Alignment, round_up
 from megatron_buffer.strategies.registry import strategy
 from megatron_buffer.strategies.specs import BufferTraits, ParamSpec
-from megatron_buffer.strategies.timed_cuts import Row, earliest_cuts
+from megatron_buffer.strategies.timed_cuts import Row
 
 _ADVICE = 'Record a profile of this model with --custom-buffer-record, or choose another bucketing.'
 
@@ -89,8 +91,7 @@ class _OfBuffer:
         """
         if bucket_size_elems is None or not all(spec.name for spec in params):
             return FixedSize(FixedSizeParams()).cutter(params, alone, bucket_size_elems)
-        cuts, _ = earliest_cuts(self._row(params, alone))
-        planned = frozenset(cuts)
+        planned = frozenset(best_cuts(self._row(params, alone)))
         return lambda bucket: bucket.position in planned
 
     def _row(self, params: Sequence[ParamSpec], alone: Sequence[bool]) -> Row:
@@ -110,15 +111,35 @@ class _OfBuffer:
             buffer.dp_size if self._sharded else strategy.profile.world.dp,
             is_expert,
         )
-        lines = strategy.network.lines('reduce_scatter' if self._sharded else 'all_reduce', group)
+        network, chunk = strategy.network, self._chunk()
         grad_bytes = buffer.grad_bytes if self._sharded else 4
-        return Row(
-            ready_s=ready_times(self._chunk(), params, _source(strategy.params.profile, buffer)),
+        row = Row(
+            ready_s=ready_times(chunk, params, _source(strategy.params.profile, buffer)),
             starts_elems=starts,
             ends_elems=ends,
             alone=alone,
             divisor_elems=math.lcm(*self._alignment),
-            lines=[(line.alpha_s, line.beta_s_per_byte * grad_bytes) for line in lines],
+            lines=_per_elem(
+                network.lines('reduce_scatter' if self._sharded else 'all_reduce', group),
+                grad_bytes,
+            ),
+            backward_end_s=_latest(param.grad_time_s for param in chunk.params),
+        )
+        used = {param.name: param.forward_time_s for param in chunk.params}
+        if strategy.profile.world.vpp > 1:
+            # The interleaved schedule starts all collectives of a chunk at once, after its backward and before
+            # its forward (align_grad_reduce, align_param_gather).
+            row = dataclasses.replace(row, ready_s=[row.backward_end_s] * len(params))
+            used = dict.fromkeys(used, 0.0)
+        if not self._sharded:
+            return row
+        return dataclasses.replace(
+            row,
+            gather_lines=_per_elem(
+                network.lines('all_gather', group), buffer.param_bytes / buffer.values_per_byte
+            ),
+            first_use_s=[_or_never(used[spec.name]) for spec in params],
+            forward_s=_latest(used.values()),
         )
 
     def _chunk(self) -> ChunkProfile:
@@ -162,6 +183,18 @@ def ready_times(chunk: ChunkProfile, params: Sequence[ParamSpec], source: str) -
         time = times[spec.name]
         result.append(last if time is None else time)
     return result
+
+
+def _latest(times: Iterable[float | None]) -> float:
+    return max((time for time in times if time is not None), default=0.0)
+
+
+def _or_never(time: float | None) -> float:
+    return math.inf if time is None else max(0.0, time)
+
+
+def _per_elem(lines: Iterable[Line], elem_bytes: float) -> list[tuple[float, float]]:
+    return [(line.alpha_s, line.beta_s_per_byte * elem_bytes) for line in lines]
 
 
 def _source(path: str, buffer: BufferTraits) -> str:

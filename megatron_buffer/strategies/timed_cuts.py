@@ -18,9 +18,14 @@ from typing import Any
 
 import numpy as np
 
-_PS = 1e12
+PS = 1e12
+"""Picoseconds in a second."""
 
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+"""Positions or picoseconds."""
+
+Lines = Sequence[tuple[float, float]]
+"""Startup seconds and seconds per element of a collective, of which the least counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,12 @@ class Row:
         ends_elems: Where it ends.
         alone: Whether it has a bucket of its own.
         divisor_elems: What the size of a bucket is rounded up to; starts of buckets are aligned to it.
-        lines: Startup seconds and seconds per element of a reduction, of which the least counts.
+        lines: Of a reduction.
+        gather_lines: Of a gather; empty: nothing is gathered.
+        first_use_s: When forward first reads each parameter, in seconds from its start, inf: never; empty
+            where nothing is gathered.
+        backward_end_s: When backward ends, if that is later than the last of these gradients.
+        forward_s: How long forward takes, for a bucket that it never reads.
     """
 
     ready_s: Sequence[float]
@@ -41,7 +51,11 @@ class Row:
     ends_elems: Sequence[int]
     alone: Sequence[bool]
     divisor_elems: int
-    lines: Sequence[tuple[float, float]]
+    lines: Lines
+    gather_lines: Lines = ()
+    first_use_s: Sequence[float] = ()
+    backward_end_s: float = 0.0
+    forward_s: float = 0.0
 
 
 def earliest_cuts(row: Row) -> tuple[list[int], float]:
@@ -56,30 +70,34 @@ def earliest_cuts(row: Row) -> tuple[list[int], float]:
     count = len(row.ready_s)
     if not count:
         return [], 0.0
-    latest = accumulate((round(time * _PS) for time in row.ready_s), max)
-    ready = np.array(list(latest), dtype=np.int64)
-    starts = np.array(row.starts_elems, dtype=np.int64)
-    ends = np.array(row.ends_elems, dtype=np.int64)
-    first = _first_of_run(row.alone)
+    ready, first = latest_ready(row), first_of_run(row.alone)
+    done = earliest_ends(row)
+    return _large(row, first, ready, done), float(done[count]) / PS
+
+
+def earliest_ends(row: Row) -> Ints:
+    """Picoseconds at which the reductions of the first parameters can have ended, for each number of them."""
+    count = len(row.ready_s)
+    ready, first = latest_ready(row), first_of_run(row.alone)
     done = np.zeros(count + 1, dtype=np.int64)
+    costs = Costs(row, row.lines)
     for last in range(count):
         # Where the one before is done in time, a smaller bucket can only be better.
         in_time = int(done[: last + 1].searchsorted(int(ready[last]), side='right')) - 1
         low = max(first[last], in_time)
         ended = np.maximum(done[low : last + 1], ready[last])
-        done[last + 1] = int((ended + _costs(row, starts, ends, low, last)).min())
-    return _large(row, starts, ends, first, ready, done), float(done[count]) / _PS
+        done[last + 1] = int((ended + costs.ending(last, low)).min())
+    return done
 
 
-def _large(
-    row: Row, starts: _Ints, ends: _Ints, first: Sequence[int], ready: _Ints, done: _Ints
-) -> list[int]:
+def _large(row: Row, first: Sequence[int], ready: Ints, done: Ints) -> list[int]:
     """Walks back from the end: what may end at a deadline is taken as large as it can be."""
     cuts: list[int] = []
+    reductions = Costs(row, row.lines)
     last, deadline = len(first) - 1, int(done[-1])
     while True:
         low = first[last]
-        costs = _costs(row, starts, ends, low, last)
+        costs = reductions.ending(last, low)
         in_time = np.maximum(done[low : last + 1], ready[last]) + costs <= deadline
         chosen = int(np.argmax(in_time))
         deadline -= int(costs[chosen])
@@ -92,21 +110,56 @@ def _large(
         cuts.append(last)
 
 
-def _costs(row: Row, starts: _Ints, ends: _Ints, low: int, last: int) -> _Ints:
-    """Picoseconds to reduce a bucket that ends with ``last``, for each first parameter from ``low`` on."""
-    divisor = row.divisor_elems
-    sizes = int(ends[last]) + divisor - 1 - starts[low : last + 1]
-    if divisor & (divisor - 1):
-        sizes -= sizes % divisor
-    else:
-        sizes &= -divisor
-    costs = sizes * (row.lines[0][1] * _PS) + row.lines[0][0] * _PS
-    for alpha, beta in row.lines[1:]:
-        costs = np.minimum(costs, sizes * (beta * _PS) + alpha * _PS)
-    return np.rint(costs).astype(np.int64)
+class Costs:
+    """How long a collective over a bucket of a row takes.
+
+    Args:
+        row: The row.
+        lines: Of the collective.
+    """
+
+    def __init__(self, row: Row, lines: Lines) -> None:
+        self._starts = np.array(row.starts_elems, dtype=np.int64)
+        self._ends = np.array(row.ends_elems, dtype=np.int64)
+        self._divisor = row.divisor_elems
+        self._lines = [(alpha * PS, beta * PS) for alpha, beta in lines]
+
+    def ending(self, last: int, low: int) -> Ints:
+        """Picoseconds for a bucket that ends with ``last``, for each first parameter from ``low`` on."""
+        return self._of(int(self._ends[last]) - self._starts[low : last + 1])
+
+    def rest(self) -> Ints:
+        """Picoseconds for one bucket of all that follows each parameter; 0 behind the last."""
+        result = np.zeros(len(self._ends), dtype=np.int64)
+        result[:-1] = self._of(self._ends[-1] - self._starts[1:])
+        return result
+
+    def between(self, borders: Sequence[int]) -> list[int]:
+        """Picoseconds for the bucket between each two borders, which are last parameters of buckets."""
+        at = np.array(borders, dtype=np.int64)
+        return self._of(self._ends[at[1:]] - self._starts[at[:-1] + 1]).tolist()
+
+    def _of(self, elems: Ints) -> Ints:
+        divisor = self._divisor
+        sizes = elems + (divisor - 1)
+        if divisor & (divisor - 1):
+            sizes -= sizes % divisor
+        else:
+            sizes &= -divisor
+        alpha, beta = self._lines[0]
+        costs = sizes * beta + alpha
+        for alpha, beta in self._lines[1:]:
+            costs = np.minimum(costs, sizes * beta + alpha)
+        return np.rint(costs).astype(np.int64)
 
 
-def _first_of_run(alone: Sequence[bool]) -> list[int]:
+def latest_ready(row: Row) -> Ints:
+    """Picoseconds at which each gradient and all before it are ready."""
+    latest = accumulate((round(time * PS) for time in row.ready_s), max)
+    return np.array(list(latest), dtype=np.int64)
+
+
+def first_of_run(alone: Sequence[bool]) -> list[int]:
     """For each parameter the first one that may share a bucket with it."""
     result: list[int] = []
     for position, is_alone in enumerate(alone):

@@ -85,7 +85,8 @@ def train(
         observe: Called with the run after its last step; what it returns is `observed`.
 
     Returns:
-        `losses`, `grad_norms` (lists of floats), `params`, `buffers` (of the modules), `grads` (the owned
+        `losses`, `grad_norms` (lists of floats), `updated` (which steps were made, instead of skipped for
+        an overflow), `params`, `buffers` (of the modules), `grads` (the owned
         part of each main_grad just before the last optimizer step), `state` (optimizer state, and the fp32
         master where there is one), `saved` (whole main_grads of the steps that save them), `grad_ranges`
         (which part of the flat gradient is owned), `layout` (the buckets of each buffer).
@@ -114,7 +115,7 @@ def train_in_scope(
 ) -> dict[str, Any]:
     """The training of `train`, under whatever is installed, with the groups and seeds that are there."""
     run = wrap(case, alter)
-    losses, grad_norms, wholes = [], [], []
+    losses, grad_norms, updated, wholes = [], [], [], []
     saved: dict[str, torch.Tensor] = {}
     for step in range(case.steps):
         losses.append(run_backward(case, run, step))
@@ -124,7 +125,8 @@ def train_in_scope(
         if _saves_grads(case, step):
             mains = ((n, getattr(p, 'main_grad', None)) for n, p in named_params(run.chunks))
             saved.update({f'{step}/{n}': copied(grad) for n, grad in mains if grad is not None})
-        _, norm, _ = run.optimizer.step()
+        done, norm, _ = run.optimizer.step()
+        updated.append(bool(done))
         grad_norms.append(float('nan') if norm is None else float(norm))
         if case.offload:
             for chunk in run.chunks:
@@ -136,6 +138,7 @@ def train_in_scope(
     return {
         'losses': losses,
         'grad_norms': grad_norms,
+        'updated': updated,
         'params': {name: copied(param) for name, param in named_params(run.chunks)},
         'buffers': {
             name: copied(buffer) for name, buffer in named_buffers(run.chunks) if buffer is not None
