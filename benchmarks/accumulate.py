@@ -129,8 +129,8 @@ def arm(
 def _follow(model: Any) -> None:
     """The hooks that were made here follow the buffer's writes, as the model's own do."""
     for writes in model.grad_writes:
-        for slot in model._slots:
-            slot.follow(writes, writes.index[slot.param])
+        for rare in model._rare_cases:
+            rare.follow(writes, writes.index[rare.param])
 
 
 def _scaling(grad_data: Any, name: str) -> Any:
