@@ -20,10 +20,8 @@ from typing import Any
 from benchmarks.compare import CannotRun, quiet
 
 PARAMS = 100
-FEW, TURNS = (
-    2,
-    20,
-)  # TURNS: of each repetition, so that what telling valgrind takes is lost among them
+# Turns of the short count, and how many more the long one has for each repetition: telling valgrind is noise among them.
+FEW, TURNS = 2, 20
 TIME_LIMIT_S = 3600
 HEADLINE = 'instructions of a hook in the last micro-batch, without the add'
 # What is counted, what it is taken per, and by which count that is divided.
