@@ -92,6 +92,7 @@ LIGHT = (
 # `setattr` on something that is no module: an argparse namespace, what a rank left behind.
 SETATTR_ON_OBJECTS = {
     ('launch', 'namespace'),
+    ('observe.watch', 'group'),
     ('testing.harness', 'outcome'),
     ('testing.tiny_model', 'spec.submodules'),
 }

@@ -146,11 +146,11 @@ class GroupWatch:
             end = self._launch_end = self._clock.mark()
             for observer in self._tell:
                 observer.launched(self, phase, begin, end, seen.calls)
-            handle = vars(group).get(handle_name)
+            handle = getattr(group, handle_name)
             if handle is None:
                 self.waited(phase, seen.first, end)
             else:
-                vars(group)[handle_name] = WatchedHandle(handle, self, phase)
+                setattr(group, handle_name, WatchedHandle(handle, self, phase))
             return result
 
         return launch
