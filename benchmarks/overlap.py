@@ -10,7 +10,6 @@ one half of them ranks the bucketings as the other half does.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
@@ -102,18 +101,9 @@ def config_of(layers: int, profile: str, network: str) -> dict[str, Any]:
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's coefficient; equal values share their mean place."""
-    a, b = _places(left), _places(right)
-    mean_a, mean_b = statistics.mean(a), statistics.mean(b)
-    cov = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b, strict=True))
-    spread = math.sqrt(sum((x - mean_a) ** 2 for x in a) * sum((y - mean_b) ** 2 for y in b))
-    return cov / spread if spread else 0.0
-
-
-def _places(values: Sequence[float]) -> list[float]:
-    return [
-        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2
-        for value in values
-    ]
+    if len(set(left)) == 1 or len(set(right)) == 1:
+        return 0.0
+    return statistics.correlation(left, right, method='ranked')
 
 
 def medians(rounds: Sequence[Sequence[float]]) -> list[float]:

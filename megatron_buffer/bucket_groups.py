@@ -503,19 +503,20 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 class Gathers:
     """How many bucket groups of a chunk are not gathered; what forward pre-hooks look at first.
 
-    Args:
-        groups: The chunk's; they count themselves from now on.
-
     Attributes:
         waiting: The number.
     """
 
     __slots__ = ('waiting',)
 
-    def __init__(self, groups: Sequence[ParamAndGradBucketGroup] = ()) -> None:
-        self.waiting = sum(not group.gathered for group in groups)
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    def take_over(self, groups: Sequence[ParamAndGradBucketGroup]) -> None:
+        """From now on the groups are counted here."""
         for group in groups:
             group.gathers = self
+            self.waiting += not group.gathered
 
 
 class Drain:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from typing import Any, cast
 
@@ -48,8 +48,7 @@ def third_party_strategies() -> EntryPoints:
     Raises:
         RegistryError: If two distributions (or one and ourselves) give one axis the same name.
     """
-    own_names = {key: axis.strategies.keys() for key, axis in AXES.items()}
-    own_names[FINALIZE_STEP] = STEPS.keys()
+    own_names = _own_names()
     strategies: dict[tuple[str, str], metadata.EntryPoint] = {}
     for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         axis, _, name = entry_point.name.partition('.')
@@ -130,10 +129,15 @@ def third_party_origins(config: Any) -> list[str]:
     """
     named = [(axis, str(getattr(config, axis).name)) for axis in AXES]
     named += [(FINALIZE_STEP, name) for name in getattr(config.finalize, 'order', None) or ()]
-    own = {(axis, name) for axis in AXES for name in AXES[axis].strategies}
-    others = [key for key in named if key not in own | {(FINALIZE_STEP, step) for step in STEPS}]
+    own_names = _own_names()
+    others = [(axis, name) for axis, name in named if name not in own_names[axis]]
     found: EntryPoints = third_party_strategies() if others else {}
     return [f'{key[0]} {key[1]} of {origin(found[key])}' for key in others if key in found]
+
+
+def _own_names() -> dict[str, Collection[str]]:
+    """What is built in, of each axis and of finalize's steps."""
+    return {**{key: axis.strategies for key, axis in AXES.items()}, FINALIZE_STEP: STEPS}
 
 
 def _load(entry_point: metadata.EntryPoint, what: str) -> Any:

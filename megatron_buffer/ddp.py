@@ -100,6 +100,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         # Before upstream's constructor, which asks for the hooks; nn.Module's __setattr__ is not ready.
         object.__setattr__(self, '_rare_cases', [])
         object.__setattr__(self, 'fused_params', [])
+        object.__setattr__(self, 'gathers', Gathers())
         overwrites = getattr(runtime.accumulation, 'overwrites', False)
         object.__setattr__(self, '_overwrites', overwrites)
         requested_elems = ddp_config.bucket_size
@@ -125,7 +126,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         self._check_bucket_size(requested_elems)
         self._check_layouts(full_param_layout)
         self._apply_scaling(config)
-        self.gathers = Gathers(self._all_groups())
+        self.gathers.take_over(self._all_groups())
         self.grad_writes = watch_writes(self) if self._overwrites else []
         self._window = ChunkWindow(self, config, self._names())
         self._param_data = ParamData(runtime.config.checks.replaced_param_data, self._all_buffers())

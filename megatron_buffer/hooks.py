@@ -24,7 +24,7 @@ from megatron_buffer.hook_identity import as_upstreams
 from megatron_buffer.window import accumulate_late
 
 if TYPE_CHECKING:
-    from megatron_buffer.bucket_groups import Gathers, ParamAndGradBucketGroup
+    from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
     from megatron_buffer.ddp import DistributedDataParallel
     from megatron_buffer.grad_writes import GradWrites
 
@@ -40,9 +40,9 @@ class ParamSlot:
 
     Args:
         rare: What the parameter's hook falls back on; the wrapped model owns it.
-        group: The parameter's bucket group, one reference for all slots of the group.
 
     Attributes:
+        group: The parameter's bucket group, one weak reference for all slots of the group.
         count: Counts a gradient, given ``counted``; True when the group became complete with it.
         counted: The parameter, as the counter knows it.
         fused: A fused kernel writes the gradient; zero_grad_buffer knows of it.
@@ -65,9 +65,9 @@ class ParamSlot:
         'registers',
     )
 
-    def __init__(self, rare: RareCases, group: weakref.ref[ParamAndGradBucketGroup]) -> None:
+    def __init__(self, rare: RareCases) -> None:
         self.param: Any = rare.param  # Megatron's attributes are not torch's
-        self.group = group
+        self.group = rare.group.weakly
         self.registers: bool = rare.ddp.ddp_config.overlap_grad_reduce
         self.count, self.counted = rare.group.grad_counter(rare.param)
         self.fused = False
@@ -95,7 +95,7 @@ class RareCases:
         self.param: Any = param
         self.group: ParamAndGradBucketGroup = ddp.param_to_bucket_group[param]
         self.upstream_hook = upstream_hook
-        self.slot = ParamSlot(self, self.group.weakly)
+        self.slot = ParamSlot(self)
         self._writes: GradWrites | None = None
 
     def follow(self, writes: GradWrites, index: int) -> None:
@@ -260,14 +260,13 @@ def forward_pre_hook(ddp: DistributedDataParallel) -> Callable[..., None]:
     While everything is gathered it looks at one flag. The groups are looked up again when the module's
     parameters are other ones than before.
     """
-    this = weakref.ref(ddp)
-    gathers: Gathers | None = None
+    this, gathers = weakref.ref(ddp), ddp.gathers
     known: tuple[Any, ...] = ()
     groups: tuple[ParamAndGradBucketGroup, ...] = ()
 
     def hook(module: torch.nn.Module, inputs: Any = None) -> None:
-        nonlocal gathers, known, groups
-        if gathers is not None and not gathers.waiting:
+        nonlocal known, groups
+        if not gathers.waiting:
             return
         params = module._parameters
         if not params:
@@ -276,7 +275,7 @@ def forward_pre_hook(ddp: DistributedDataParallel) -> Callable[..., None]:
             ddp = this()
             if ddp is None:
                 return
-            gathers, known = ddp.gathers, tuple(params.values())
+            known = tuple(params.values())
             groups = _groups_of(ddp, known)
         for group in groups:
             if group.gathered:

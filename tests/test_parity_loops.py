@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_buffer.testing.tiny_gpt import run_schedule
 from tests import parity_models
 from tests.parity_run import check, everywhere, full
 from tests.tiny_gpt import TrainCase
@@ -74,27 +75,10 @@ def _evaluated(usual: Any, case: TrainCase, run: Any, step: int, hooks: bool = F
 
 
 def _forward_only(case: TrainCase, run: Any, step: int) -> float:
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    tiny: Any = importlib.import_module('megatron_buffer.testing.tiny_gpt')
-    rank = parallel_state.get_data_parallel_rank()
-
-    def batches() -> Any:
-        return (tiny.batch(case, 100 + step, m, rank) for m in range(case.micro_batches))
-
     for chunk in run.chunks:
         chunk.eval()
     with torch.no_grad():
-        reports = get_forward_backward_func()(
-            forward_step_func=tiny._forward_step,
-            data_iterator=[batches() for _ in run.chunks] if case.vpp else batches(),
-            model=run.chunks if len(run.chunks) > 1 else run.chunks[0],
-            num_microbatches=case.micro_batches,
-            seq_length=tiny.SEQUENCE,
-            micro_batch_size=tiny.SAMPLES,
-            forward_only=True,
-        )
+        reports = run_schedule(case, run, 100 + step, forward_only=True)
     for chunk in run.chunks:
         chunk.train()
     return float(sum(report['loss'] for report in reports))

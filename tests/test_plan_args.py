@@ -9,7 +9,7 @@ import pytest
 from megatron_buffer import cli
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import load_architecture
-from megatron_buffer.planner.megatron_args import apply_flags, read_flags
+from megatron_buffer.planner.megatron_args import apply_options, read_flags
 
 COMMON = (
     '--seq-length 4096 --swiglu --normalization RMSNorm --disable-bias-linear --bf16 '
@@ -73,7 +73,7 @@ def test_options() -> None:
     options = argparse.Namespace(**dict.fromkeys(flags.options), tp_other=1)
     options.tp = 4
     with pytest.raises(ConfigError, match=r'^--tp: --megatron-args says 2, and the option 4'):
-        apply_flags(options, flags)
+        apply_options(options, flags.options)
 
 
 @pytest.mark.parametrize(

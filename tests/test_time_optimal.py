@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from megatron_buffer.strategies.registry import make_strategy
 from megatron_buffer.strategies.specs import BufferTraits, ParamSpec
 from megatron_buffer.strategies.time_optimal import TimeOptimal
 from megatron_buffer.strategies.timed_cuts import Row, earliest_cuts
+from tests.cut_rows import buckets, every_cut, fixed, rows
 from tests.harness import run_ranks
 
 # The cuts alone -----------------------------------------------------------------------------------
@@ -45,75 +45,31 @@ from tests.harness import run_ranks
 
 def end_of(row: Row, cuts: Sequence[int]) -> float:
     """When the last reduction ends, one bucket after the other, straight from the definition."""
-    borders = [-1, *cuts, len(row.ready_s) - 1]
     free = 0.0
-    for before, last in itertools.pairwise(borders):
-        members = range(before + 1, last + 1)
-        assert all(len(members) == 1 for i in members if row.alone[i])
-        elems = row.ends_elems[last] - row.starts_elems[before + 1]
-        elems = math.ceil(elems / row.divisor_elems) * row.divisor_elems
+    for members, elems in buckets(row, cuts):
         took = min(alpha + beta * elems for alpha, beta in row.lines)
         free = max(free, *(row.ready_s[i] for i in members)) + took
     return free
 
 
-def all_cuts(row: Row) -> list[tuple[int, ...]]:
-    """Every way to cut that leaves alone what is alone."""
-    count = len(row.ready_s)
-    forced = {i for i in range(count - 1) if row.alone[i] or row.alone[i + 1]}
-    free = [i for i in range(count - 1) if i not in forced]
-    return [
-        tuple(sorted({*forced, *chosen}))
-        for size in range(len(free) + 1)
-        for chosen in itertools.combinations(free, size)
-    ]
+# Gradients in any order; a parameter may have no elements.
+ANY_ROW = st.booleans().flatmap(
+    lambda sorts: rows(most=8, in_order=sorts, gathered=False, least_elems=0)
+)
 
 
-@st.composite
-def rows(draw: Any) -> Row:
-    """Gradients in any order, gaps between parameters, parameters that are alone, one or two lines."""
-    count = draw(st.integers(1, 8))
-    ready = [draw(st.integers(0, 40)) * 1e-3 for _ in range(count)]
-    if draw(st.booleans()):
-        ready.sort()
-    align, divisor = draw(st.sampled_from([(1, 1), (1, 3), (4, 8), (4, 12)]))
-    starts, ends, cursor = [], [], 0
-    for _ in range(count):
-        starts.append(-(-cursor // align) * align)
-        cursor = starts[-1] + draw(st.integers(0, 30))
-        ends.append(cursor)
-    lines = [(draw(st.integers(0, 9)) * 1e-3, draw(st.integers(0, 4)) * 1e-4)]
-    if draw(st.booleans()):
-        lines.append((lines[0][0] / 3, lines[0][1] * 2))
-    alone = [draw(st.integers(0, 5)) == 0 for _ in range(count)]
-    return Row(
-        ready_s=ready,
-        starts_elems=starts,
-        ends_elems=ends,
-        alone=alone,
-        divisor_elems=divisor,
-        lines=lines,
-    )
-
-
-@given(rows())
+@given(ANY_ROW)
 @settings(deadline=None, max_examples=150)
 def test_no_cuts_end_earlier(row: Row) -> None:
     cuts, end = earliest_cuts(row)
     assert end_of(row, cuts) == pytest.approx(end, abs=1e-10)
-    assert end == pytest.approx(min(end_of(row, other) for other in all_cuts(row)), abs=1e-10)
+    assert end == pytest.approx(min(end_of(row, other) for other in every_cut(row)), abs=1e-10)
 
 
-@given(rows(), st.integers(1, 200))
+@given(ANY_ROW, st.integers(1, 200))
 @settings(deadline=None)
 def test_no_fixed_size_ends_earlier(row: Row, size: int) -> None:
-    cuts, start = [], 0
-    for i in range(len(row.ready_s) - 1):
-        full = row.ends_elems[i] - row.starts_elems[start] >= size
-        if full or row.alone[i] or row.alone[i + 1]:
-            cuts.append(i)
-            start = i + 1
-    assert earliest_cuts(row)[1] <= end_of(row, cuts) + 1e-10
+    assert earliest_cuts(row)[1] <= end_of(row, fixed(row, size)) + 1e-10
 
 
 def test_known_answers() -> None:

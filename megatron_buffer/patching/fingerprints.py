@@ -291,8 +291,9 @@ def how_to_proceed(core: CoreInstall, verdict: Verdict) -> str:
     The command does not have the script's folder on its path, which is how a checkout is mostly found.
     """
     command = f'megatron-buffer diff --against {verdict.nearest}'
+    shown = f"'{command}'"
     if core.kind == 'checkout' and core.path is not None:
-        command = f'PYTHONPATH={shlex.quote(str(core.path.parents[1]))} {command}'
+        shown = f'PYTHONPATH={shlex.quote(str(core.path.parents[1]))} {command}'
     modules: dict[str, list[str]] = {}
     for difference in verdict.differences:
         module, _, qualname = difference.symbol.partition(':')
@@ -300,8 +301,10 @@ def how_to_proceed(core: CoreInstall, verdict: Verdict) -> str:
         kind = '' if difference.kind == 'changed' else f' ({difference.kind})'
         modules.setdefault(module.rpartition('.')[2], []).append(f'{name}{kind}')
     lines = [f'  {module}.py: {", ".join(names)}' for module, names in modules.items()]
-    return f'Symbols that differ from {verdict.nearest}:\n' + '\n'.join(
-        lines
-    ) + '\n' 'What of ours depends on each of them, and how to proceed: ' + (
-        f"'{command}'" if command.startswith('megatron') else command
+    return '\n'.join(
+        (
+            f'Symbols that differ from {verdict.nearest}:',
+            *lines,
+            f'What of ours depends on each of them, and how to proceed: {shown}',
+        )
     )

@@ -190,15 +190,6 @@ def read_flags(text: str) -> Flags:
     return Flags(result, options, ignored, iteration, of_iteration, timing)
 
 
-def apply_flags(options: argparse.Namespace, flags: Flags) -> None:
-    """Sets the command's options as the flags say.
-
-    Raises:
-        ConfigError: If an option is given both ways.
-    """
-    apply_options(options, flags.options)
-
-
 def apply_options(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
     """Sets options that flags have said.
 

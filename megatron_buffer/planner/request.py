@@ -15,7 +15,7 @@ from megatron_buffer.planner.architecture import Architecture, load_architecture
 from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_model, add_sizes
 from megatron_buffer.planner.hf import FAMILIES, load_hf
 from megatron_buffer.planner.job import DdpOptions, Job
-from megatron_buffer.planner.megatron_args import Flags, apply_flags, read_flags
+from megatron_buffer.planner.megatron_args import Flags, apply_options, read_flags
 
 if TYPE_CHECKING:
     from megatron_buffer.planner.stages import Ask
@@ -147,7 +147,7 @@ def read_request(options: argparse.Namespace) -> Request:
     """
     flags = read_flags(options.megatron_args) if options.megatron_args is not None else None
     if flags is not None:
-        apply_flags(options, flags)
+        apply_options(options, flags.options)
     job = Job(dp=data_parallel_size(options), **{key: getattr(options, key) for key in _SIZES})
     dtype, grads = options.dtype or 'bf16', options.grads or 'fp32'
     if grads not in ('fp32', dtype):

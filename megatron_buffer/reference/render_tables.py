@@ -61,9 +61,8 @@ def render_summary(
                 table.add_row(Text(f'  {owner}'))
             own = entry.name.removeprefix(f'{owner}.')
             name = f'  {own}' if own == entry.name else f'    .{own}'
-            cells, faults = [Text(name), Text(entry.relation), kinds(entry)], ', '.join(
-                entry.faults
-            )
+            cells = [Text(name), Text(entry.relation), kinds(entry)]
+            faults = ', '.join(entry.faults)
             if narrow:
                 cells[-1].append(f': {faults}' if faults else '')
             else:

@@ -182,9 +182,8 @@ class _Search:
         """Walks back from the end: each bucket as large as the total allows."""
         cuts: list[int] = []
         last, hidden = self.count - 1, 0
-        behind = least_end = exposed = (
-            0  # of the buckets behind: costs, earliest end, exposed gathers
-        )
+        # Of the buckets behind: costs of reductions, the earliest end, exposed gathers.
+        behind = least_end = exposed = 0
         while True:
             before, reduction, gather, late, waited, hides = self._extended(labels, last)
             ends = np.maximum(np.maximum(late + behind, least_end), self.backward_end)

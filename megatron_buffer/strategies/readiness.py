@@ -242,8 +242,10 @@ class CountTracker:
         if self._is_first_batch:
             self._expected, self._num_expected = Counter(), _UNKNOWN
             return
-        counts = {i: self._golden.get(param, 0) for i, param in enumerate(self.params)}
-        self._expected = Counter({i: count for i, count in counts.items() if count})
+        golden = self._golden
+        self._expected = Counter(
+            {i: n for i, param in enumerate(self.params) if (n := golden.get(param, 0))}
+        )
         self._num_expected = self._expected.total()
         if self._num_expected == len(self._expected):
             self._expected_once = set(self._expected)

@@ -85,10 +85,10 @@ def train(
         observe: Called with the run after its last step; what it returns is `observed`.
 
     Returns:
-        `losses`, `grad_norms` (lists of floats), `updated` (which steps were made, instead of skipped for
-        an overflow), `params`, `buffers` (of the modules), `grads` (the owned
-        part of each main_grad just before the last optimizer step), `state` (optimizer state, and the fp32
-        master where there is one), `saved` (whole main_grads of the steps that save them), `grad_ranges`
+        `losses`, `grad_norms` (lists of floats), `updated` (which steps were made, not skipped for an
+        overflow), `params`, `buffers` (of the modules), `grads` (the owned part of each main_grad just before
+        the last optimizer step), `state` (optimizer state, and the fp32 master where there is one), `saved`
+        (whole main_grads of the steps that save them), `grad_ranges`
         (which part of the flat gradient is owned), `layout` (the buckets of each buffer).
         All tensors are copies; names are those of the bare model, `<chunk>:` first where there are several.
     """
@@ -290,6 +290,27 @@ def _set_schedule_functions(case: TrainCase, chunks: list[Any], optimizer: Any) 
 def run_backward(case: TrainCase, run: SimpleNamespace, step: int) -> float:
     """Zero the gradients and run all micro-batches of a step; return the mean loss (NaN off the last stage)."""
     from megatron.core import parallel_state
+
+    for chunk in run.chunks:
+        if case.offload and step:
+            chunk.restore_grad_buffers()
+        chunk.zero_grad_buffer()
+        chunk.force_all_reduce = _saves_grads(case, step)
+    run.optimizer.zero_grad()
+    reports = run_schedule(case, run, step)
+    if not reports:
+        return float('nan')
+    mean = torch.stack([r['loss'].float() for r in reports]).mean()
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(mean, group=group)
+    return mean.item() / group.size()
+
+
+def run_schedule(
+    case: TrainCase, run: SimpleNamespace, step: int, forward_only: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """All micro-batches of a step by Megatron's schedule; the losses' reports (none off the last stage)."""
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     # Weight-remat peers have data of their own.
@@ -299,28 +320,16 @@ def run_backward(case: TrainCase, run: SimpleNamespace, step: int) -> float:
     def batches() -> Iterator[tuple[torch.Tensor, ...]]:
         return (batch(case, step, m, dp_rank, cp_rank) for m in range(case.micro_batches))
 
-    for chunk in run.chunks:
-        if case.offload and step:
-            chunk.restore_grad_buffers()
-        chunk.zero_grad_buffer()
-        chunk.force_all_reduce = _saves_grads(case, step)
-    run.optimizer.zero_grad()
-    reports = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[batches() for _ in run.chunks] if case.vpp else batches(),
         model=_one_or_all(run.chunks),
         num_microbatches=case.micro_batches,
         seq_length=SEQUENCE,
         micro_batch_size=SAMPLES,
-        forward_only=False,
+        forward_only=forward_only,
         force_all_reduce=_saves_grads(case, step),
     )
-    if not reports:
-        return float('nan')
-    mean = torch.stack([r['loss'].float() for r in reports]).mean()
-    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(mean, group=group)
-    return mean.item() / group.size()
 
 
 def _saves_grads(case: TrainCase, step: int) -> bool:
