@@ -2,12 +2,14 @@
 
 The arms are those of ``hooks``, of the real classes. Each is run a few times and many times, in one process, and
 the difference is divided by how many calls it is, so that what surrounds the calls cancels out; of the backward
-hooks the bare additions are taken off. Counting begins when everything is loaded and warm. Loading torch and
-Megatron under valgrind takes a minute or two of CPU.
+hooks the bare additions are taken off. The whole steps are those of ``step``'s tiny GPT, on one rank, where no
+collective waits for anybody. Counting begins when everything is loaded and warm. Loading torch and Megatron under
+valgrind takes a minute or two of CPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ from benchmarks.compare import CannotRun, quiet
 PARAMS = 100
 # Turns of the short count, and how many more the long one has for each repetition: telling valgrind is noise among them.
 FEW, TURNS = 2, 20
+STEPS = 3
 TIME_LIMIT_S = 3600
 HEADLINE = 'instructions of a hook in the last micro-batch, without the add'
 # What is counted, what it is taken per, and by which count that is divided.
@@ -32,6 +35,7 @@ UNITS = {
     'no_sync': ('call', 'one'),
     'zero_grad_buffer': ('parameter', 'params'),
 }
+STEP_ARMS = ('upstream', 'recommended')
 BEYOND_THE_ADD = ('last micro-batch', 'earlier micro-batch')
 
 
@@ -79,6 +83,7 @@ def run(reps: int) -> dict[str, Any]:
                 f'the process under valgrind ended with {done.returncode}: {last[0]}'
             ) from None
     cases = [_case(what, counts) for what in UNITS]
+    cases += [_step_case(arm, counts['step']) for arm in STEP_ARMS]
     return {'ratio': cases[0]['ratio'], 'headline': HEADLINE, 'cases': cases}
 
 
@@ -95,6 +100,17 @@ def _case(what: str, counts: dict[str, dict[str, float]]) -> dict[str, Any]:
     }
 
 
+def _step_case(arm: str, of: dict[str, float]) -> dict[str, Any]:
+    return {
+        'what': f'whole step, {arm}',
+        'params': int(of['params']),
+        'per': 'step',
+        'ratio': of[arm] / of['stock'],
+        'ours_instructions': of[arm],
+        'stock_instructions': of['stock'],
+    }
+
+
 def _net(what: str, of: dict[str, float]) -> float:
     """Without the bare additions, and without the clock that every arm reads."""
     if what not in BEYOND_THE_ADD:
@@ -107,7 +123,7 @@ def _net(what: str, of: dict[str, float]) -> float:
 
 
 def count(folder: str, reps: int) -> dict[str, Any]:
-    """Instructions of one turn of each arm.
+    """Instructions of one turn of each arm; under ``step`` of one whole step, by config.
 
     Args:
         folder: Where callgrind puts its files.
@@ -135,7 +151,47 @@ def count(folder: str, reps: int) -> dict[str, Any]:
             few, many = (counter.instructions(of[what], n) for n in (FEW, FEW + TURNS * reps))
             result[name][what] = (many - few) / (TURNS * reps)
         result[name].update(hooks=of['hooks'], params=PARAMS, one=1)
+    arms.clear()
+    gc.collect()  # a config is only let go when its models are
+    result['step'] = _count_steps(counter, STEPS * reps)
     return result
+
+
+def _count_steps(counter: _Callgrind, turns: int) -> dict[str, float]:
+    """By config: instructions of a step of the tiny GPT, and under ``params`` how many parameters it has."""
+    import contextlib
+    import gc
+
+    from megatron.core import parallel_state
+
+    import megatron_buffer
+    from benchmarks import step
+    from megatron_buffer.testing.tiny_gpt import init_parallel
+    from megatron_buffer.testing.tiny_model import build_model
+
+    case = step._case({})
+    parallel_state.destroy_model_parallel()
+    init_parallel(case)
+    counts = {'params': float(len(list(build_model(case).parameters())))}
+    for arm in ('stock', *STEP_ARMS):
+        with contextlib.ExitStack() as scopes:
+            if arm != 'stock':
+                scopes.enter_context(megatron_buffer.activated(step.config_of(arm)))
+            counts[arm] = _per_step(counter, step._megatron_step(case), step.WARM_UP_STEPS, turns)
+            gc.collect()
+    return counts
+
+
+def _per_step(counter: _Callgrind, step: Callable[[int], None], warm_up: int, turns: int) -> float:
+    numbers = itertools.count()
+
+    def body() -> None:
+        step(next(numbers))
+
+    for _ in range(warm_up):
+        body()
+    few, many = (counter.instructions(body, times) for times in (1, 1 + turns))
+    return (many - few) / turns
 
 
 class _Callgrind:
@@ -175,14 +231,16 @@ def show(name: str, result: dict[str, Any]) -> None:
     table = Table(
         title=f'{name}: ours / stock (headline: {result["ratio"]:.3f})', title_justify='left'
     )
-    for title in ('case', 'per', 'ratio', 'ours', 'stock'):
+    for title in ('case', 'parameters', 'per', 'ratio', 'ours', 'stock'):
         table.add_column(title, justify='left' if title in ('case', 'per') else 'right')
     for case in result['cases']:
         counts = (f'{case[key]:,.0f}' for key in ('ours_instructions', 'stock_instructions'))
-        table.add_row(case['what'], case['per'], f'{case["ratio"]:.3f}', *counts)
+        table.add_row(
+            case['what'], str(case['params']), case['per'], f'{case["ratio"]:.3f}', *counts
+        )
     console = Console(file=sys.stdout, width=130)
     console.print(table)
-    console.print(f'{result["headline"]}; instructions, a model of {PARAMS} parameters')
+    console.print(f'{result["headline"]}; instructions')
 
 
 if __name__ == '__main__':

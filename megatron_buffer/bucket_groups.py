@@ -310,7 +310,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         scales and reduces again what was reduced already.
 
         Args:
-            force_all_reduce: Reduce whole buckets even under the distributed optimizer.
+            force_all_reduce: Reduce whole buckets even under the distributed optimizer; over several optimizer
+                instances too, unless ``checks.export`` leaves them as stock does.
 
         Raises:
             ReadinessError: If the reduction is in flight already.
@@ -340,6 +341,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             self,
             choice=ALL_REDUCE if force_all_reduce else self.reduce_choice,
             plan=self.scaling_plan,
+            whole=bool(force_all_reduce) and self.runtime.config.checks.export != 'warn',
         )
         self.grad_reduce_dispatched = True
 

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_buffer.bucket_groups import Drain, ParamAndGradBucketGroup, forward_index, ready_at
 from megatron_buffer.errors import ReadinessError
 from megatron_buffer.grad_writes import captures_graphs
+from megatron_buffer.late_grads import Agreement, Replicas
 from megatron_buffer.param_checks import FrozenParams
 from megatron_buffer.prediction import predicted_counts, reach_of
-from megatron_buffer.window import ForwardUse, GroupWindow, Replicas, settle
+from megatron_buffer.window import ForwardUse, GroupWindow
 
 if TYPE_CHECKING:
     from megatron_buffer.ddp import DistributedDataParallel
@@ -72,6 +73,9 @@ class ChunkWindow:
         first = ddp.dp_cp_group.rank() == 0 and (ddp.tp_group is None or ddp.tp_group.rank() == 0)
         self._level = logging.WARNING if first else logging.INFO
         self._agreed_on_used_groups = False
+        instances = ddp.ddp_config.num_distributed_optimizer_instances
+        is_partial = ddp.ddp_config.use_distributed_optimizer and instances > 1
+        self._warns_of_partial_sums = is_partial and self.runtime.config.checks.export == 'warn'
         self._predicted: dict[Any, int] = {}
         self._forward_use: ForwardUse | None = None
         tracks = getattr(self.runtime.unused_params, 'tracks_forward', 'never')
@@ -94,10 +98,14 @@ class ChunkWindow:
             ReadinessError: If parameters have no gradient, or late ones, and the config does not allow it.
         """
         self._frozen.check(is_error=getattr(self.runtime.unused_params, 'thawed_is_error', False))
+        if force_all_reduce and self._warns_of_partial_sums:
+            self._warn_of_partial_sums()
         repeated = any(group.grad_reduce_finished for group in self.groups)
         if self.overlaps:
             self._judge()
             self.dispatcher.flush(force_all_reduce)
+        # Without overlap nothing can be late before the first finish of a window.
+        agreement = self._agree() if self.overlaps or repeated else None
         for group in self.groups:
             group.reduces_once = True
         try:
@@ -105,9 +113,21 @@ class ChunkWindow:
         finally:
             for group in self.groups:
                 group.reduces_once = False
-        # Without overlap nothing can be late before the first finish of a window.
-        if self.overlaps or repeated:
-            self._settle()
+        if agreement is None:
+            return
+        used = agreement.settle()
+        if used:
+            self._agreed_on_used_groups = True
+            self.dispatcher.hold(used)
+
+    def _warn_of_partial_sums(self) -> None:
+        self._warns_of_partial_sums = False
+        logger.log(
+            self._level,
+            'whole gradients are asked for (force_all_reduce, save_wgrads_interval), and with several optimizer '
+            'instances stock sums over all of them only what a rank owns: of the other gradients each rank has '
+            "the sum of its own instance's ranks. Set checks.export to error or gather for the whole sum",
+        )
 
     def begin(self) -> None:
         """Before the buffers are zeroed: what a broken-off iteration has started is waited for."""
@@ -193,12 +213,12 @@ class ChunkWindow:
             name = self._forward_use.describe(name)
         return name
 
-    def _settle(self) -> None:
-        """Agrees with the other ranks on late gradients, and on groups that nobody uses."""
+    def _agree(self) -> Agreement | None:
+        """Asks the other ranks for late gradients, and for groups that nobody uses; None if neither matters."""
         reduce_late = self.runtime.on_late == 'reduce'
         must_agree_on_used = bool(self.dispatcher.holding) and not self._agreed_on_used_groups
         if not (reduce_late or must_agree_on_used):
-            return
+            return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             late = [self.names[param] for group in self.groups for param in group.late_grads]
             if late:
@@ -206,11 +226,8 @@ class ChunkWindow:
                     'gradients came after their bucket group was reduced, and cannot be reduced while '
                     f'a CUDA graph is captured: {", ".join(late[:8])}'
                 )
-            return
-        used = settle(self.replicas, reduce_late=reduce_late)
-        if used:
-            self._agreed_on_used_groups = True
-            self.dispatcher.hold(used)
+            return None
+        return Agreement(self.replicas, on_used=must_agree_on_used)
 
     def _predict(self, output: Any) -> None:
         known = self.runtime.readiness.known_counts(self.names)

@@ -191,17 +191,19 @@ def _reduce_op(plan: ScalingPlan) -> Any:
 
 
 def launch_grad_reduce(
-    group: ParamAndGradBucketGroup, *, choice: ReduceChoice, plan: ScalingPlan
+    group: ParamAndGradBucketGroup, *, choice: ReduceChoice, plan: ScalingPlan, whole: bool = False
 ) -> Waitable | None:
     """Starts the reduction of a group, over several optimizer instances if there are any.
 
     With several instances each reduces over its own ranks first; then the owners of one shard add up
-    theirs. The rest of a bucket holds no more than its instance's sum, also after an all-reduce.
+    theirs. The rest of a bucket holds no more than its instance's sum, also after an all-reduce, unless it
+    is wanted whole.
 
     Args:
         group: The group; its buckets are multiplied by ``plan.bucket_factor`` already.
         choice: Which collective; all but the all-reduce need the distributed optimizer.
         plan: How contributions are added up, and what the result is multiplied by.
+        whole: Whether with several instances owners send each other what they have added up.
 
     Returns:
         A handle whose ``wait`` also does what is left to do with the result (fp32 sums, scaling), or
@@ -214,6 +216,8 @@ def launch_grad_reduce(
         handles = _COLLECTIVES[choice.kind].launch(group, choice, plan, async_op)
         if several_instances and config.use_distributed_optimizer:
             _all_reduce_across_instances(group, plan)
+            if whole:
+                _gather_grads(group)
         if plan.post_factor != 1.0:
             scaled = Scaled(handles, _reduced(group, choice), plan.post_factor)
             if not async_op:
@@ -255,6 +259,16 @@ def _all_reduce_across_instances(group: ParamAndGradBucketGroup, plan: ScalingPl
         with _pgb._coalescing_manager(pg, async_ops=False):
             for index in indices:
                 dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
+
+
+def _gather_grads(group: ParamAndGradBucketGroup) -> None:
+    """Every rank of an instance gets the reduced gradients of all owners, bit for bit."""
+    pg = group.communication_group
+    for indices in group.grad_reduce_launches:
+        with _pgb._coalescing_manager(pg, async_ops=False):
+            for index in indices:
+                whole = group.buckets[index].grad_data
+                dist.all_gather_into_tensor(whole, group.owned_grad_shard(index), group=pg)
 
 
 def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Waitable | None:

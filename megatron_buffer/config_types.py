@@ -60,7 +60,8 @@ class ChecksConfig:
     export: Literal['warn', 'error', 'gather'] = 'warn'
     """With overlap_param_gather, a state_dict() while a gather was not started yet would hold last step's
     weights: warn or stop, by name, or gather first (then every rank of the data-parallel group must call
-    it). A gather in flight is always waited for."""
+    it). A gather in flight is always waited for. Gradients that are to be saved whole (save_wgrads_interval) are
+    partial in stock with several optimizer instances: warn says so, the others complete them."""
     aliased_params: Literal['warn', 'error', 'tie'] = 'warn'
     """Parameters that share storage before wrapping, which the buffer would silently untie: warn or stop,
     with both names; tie makes two that are the same tensor one parameter."""

@@ -21,7 +21,7 @@ import torch
 from megatron_buffer.errors import ReadinessError
 from megatron_buffer.grad_writes import captures_graphs
 from megatron_buffer.hook_identity import as_upstreams
-from megatron_buffer.window import accumulate_late
+from megatron_buffer.late_grads import accumulate_late
 
 if TYPE_CHECKING:
     from megatron_buffer.bucket_groups import ParamAndGradBucketGroup

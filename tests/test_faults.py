@@ -170,6 +170,27 @@ def _aligned_instances(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+def _whole_grads(rank: int, world_size: int) -> list[str]:
+    """Gradients that are to be saved, with two optimizer instances: every rank should have all of them."""
+    from megatron.core import parallel_state
+
+    from tests import small_model as sm
+
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    model = sm.wrap(sm.make_net(), **DIST_OPT, num_distributed_optimizer_instances=2)
+    wrong = []
+    for step in range(2):
+        model.force_all_reduce = True  # as training.py does in such a step
+        model.zero_grad_buffer()
+        model(sm.batch(rank, step, 0)).square().mean().backward()
+        model.finish_grad_sync(force_all_reduce=True)
+        names = {param: name for name, param in model.module.named_parameters()}
+        grads = {names[p]: p.main_grad.flatten().clone() for p in model.module.parameters()}
+        expected = sm.oracle_grads(rank, world_size, step, micro_batches=1)
+        wrong += sm.differences(grads, expected)
+    return wrong
+
+
 FAULTS = {
     'F1 a shorter window': Fault(_shorter, upstream=('third.weight', 'too few'), stops=True),
     'F1 a longer window': Fault(_longer, upstream=('third.bias', 'Gradients are wrong')),
@@ -177,6 +198,9 @@ FAULTS = {
     'F3 branches': Fault(_branches, upstream=('middle.weight',)),
     'F4 two models': Fault(_second_model),
     'aligned, several instances': Fault(_aligned_instances, world_size=4),
+    'F13 whole gradients, several instances': Fault(
+        _whole_grads, upstream=('force_all_reduce', 'checks.export'), world_size=4
+    ),
     'F5 an early read': Fault(_early_read, upstream=('last.weight',)),
     'F6 a NaN': Fault(
         _nan, upstream=('second.weight',), recommended=('second.weight',), stops=True

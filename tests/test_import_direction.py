@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         'grad_values',
         'grad_writes',
         'window',
+        'late_grads',
         'prediction',
         'gather_guard',
     ),

@@ -81,6 +81,39 @@ def test_windows_of_changing_length_are_reduced_right(config: Any, dist_opt: boo
     assert run_ranks(_changing_windows, 2, config, dist_opt) == [[], []]
 
 
+def _asked(rank: int, world_size: int) -> list[list[tuple[int, bool]]]:
+    """Per window: elements of each all-reduce of bytes, and whether all reductions were still to be waited for."""
+    import torch.distributed as dist
+
+    from tests import small_model as sm
+
+    model = sm.wrap(sm.make_net(), _ours(), buffer_config='recommended', **_flags(True))
+    asked: list[tuple[int, bool]] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.uint8:
+            before_waits = all(g.grad_reduce_handle is not None for g in model.bucket_groups)
+            asked.append((tensor.numel(), before_waits))
+        return all_reduce(tensor, *args, **kwargs)
+
+    windows = []
+    # Rank 1's second window has a late gradient, rank 0's has none.
+    for step, number in enumerate([1, 1 + rank, 1]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, 'all_reduce', recorded)
+            _synced_backwards(model, rank, step, number)
+        windows.append([*asked])
+        asked.clear()
+    return windows
+
+
+def test_ranks_ask_whether_gradients_are_late_beside_the_reductions() -> None:
+    # A net of six parameters in three groups; the first window asks which groups are used, too.
+    expected = [[(1 + 3, True)], [(1, True), (6, False)], [(1, True)]]
+    assert run_ranks(_asked, 2) == [expected, expected]
+
+
 def _stock_windows(rank: int, world_size: int) -> list[str]:
     from tests import small_model as sm
 

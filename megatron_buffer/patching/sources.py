@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_buffer.patching.holders import MISSING
 from megatron_buffer.patching.targets import RELIED_UPON, Reliance
@@ -86,35 +86,41 @@ def locate(module: str, path: Sequence[str] | None = None) -> Path | None:
 
 def read_symbols(module: str, path: Path, names: Iterable[str]) -> dict[str, Source]:
     """Sources of the named symbols of one file; names as in :class:`Reliance`. Absent ones are left out."""
-    file_lines, spans, nodes = _parse(path, path.stat().st_mtime_ns)
-    wanted = {q for q in spans for name in names if _selects(name, q, nodes)}
+    file_lines, definitions = _parse(path, path.stat().st_mtime_ns)
+    wanted = {q for q in definitions for name in names if _selects(name, q, definitions)}
     sources: dict[str, Source] = {}
     for qualname in sorted(wanted):
-        numbers = spans[qualname]
+        kind, decorated, numbers = definitions[qualname]
         body = textwrap.dedent('\n'.join(file_lines[n - 1] for n in numbers)).split('\n')
         sources[qualname] = Source(
             symbol=f'{module}:{qualname}',
             path=path,
             lines=tuple((n, line.rstrip()) for n, line in zip(numbers, body, strict=True)),
-            kind=_kind(nodes[qualname]),
-            decorated=bool(getattr(nodes[qualname], 'decorator_list', ())),
+            kind=kind,
+            decorated=decorated,
         )
     return sources
 
 
+class _Definition(NamedTuple):
+    """What is kept of a definition; the syntax trees of all of upstream's files weigh 20 MB."""
+
+    kind: str
+    decorated: bool
+    line_numbers: list[int]
+
+
 @functools.lru_cache(maxsize=32)
-def _parse(
-    path: Path, _modified: int
-) -> tuple[list[str], Mapping[str, list[int]], Mapping[str, ast.stmt]]:
-    """Lines of a file, the line numbers of each definition in it, and its (last) node."""
+def _parse(path: Path, _modified: int) -> tuple[list[str], Mapping[str, _Definition]]:
+    """Lines of a file, and its definitions; of one that is made several times, all lines and the last kind."""
     with tokenize.open(path) as file:
         text = file.read().replace('\r\n', '\n').replace('\r', '\n')
-    spans: dict[str, list[int]] = {}
-    nodes: dict[str, ast.stmt] = {}
+    definitions: dict[str, _Definition] = {}
     for qualname, node, span in _definitions(ast.parse(text)):
-        spans.setdefault(qualname, []).extend(span)
-        nodes[qualname] = node
-    return text.split('\n'), spans, nodes
+        before = definitions[qualname].line_numbers if qualname in definitions else []
+        decorated = bool(getattr(node, 'decorator_list', ()))
+        definitions[qualname] = _Definition(_kind(node), decorated, [*before, *span])
+    return text.split('\n'), definitions
 
 
 def _kind(node: ast.stmt) -> str:
@@ -123,10 +129,10 @@ def _kind(node: ast.stmt) -> str:
     return 'class' if isinstance(node, ast.ClassDef) else 'function'
 
 
-def _selects(name: str, qualname: str, nodes: Mapping[str, ast.stmt]) -> bool:
+def _selects(name: str, qualname: str, definitions: Mapping[str, _Definition]) -> bool:
     if name == '*':
-        return not isinstance(nodes[qualname], ast.Assign | ast.AnnAssign)
-    if f'{name}.<class>' in nodes:
+        return definitions[qualname].kind != 'variable'
+    if f'{name}.<class>' in definitions:
         return qualname.split('.')[0] == name
     return qualname == name
 
