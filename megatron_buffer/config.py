@@ -7,6 +7,7 @@ every parameter and the third-party strategies. None of them imports torch or me
 party's code is imported only when a config names its strategy. Upstream has no counterpart.
 """
 
+import copy
 import difflib
 import hashlib
 import json
@@ -23,6 +24,7 @@ from megatron_buffer.config_catalog import (
     adapter,
     one_line_meaning,
     origin,
+    schema_of,
     third_party_strategies,
     third_party_strategy,
 )
@@ -236,7 +238,7 @@ def _null_form() -> dict[str, Any]:
 
 def _object_form(cls: type[Any], defs: dict[str, Any], name: str | None = None) -> dict[str, Any]:
     """The schema of a mapping; definitions that it refers to are added to ``defs``, at the root."""
-    schema = adapter(cls).json_schema()
+    schema = copy.deepcopy(dict(schema_of(cls)))
     defs.update(schema.pop('$defs', {}))
     if name is not None:
         schema['properties']['name'] = {'const': name}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-STRICT = ConfigDict(strict=True, extra='forbid', use_attribute_docstrings=True)
+STRICT = ConfigDict(strict=True, extra='forbid')
 
 
 def _each_once(items: Sequence[Any]) -> Sequence[Any]:

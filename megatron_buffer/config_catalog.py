@@ -18,6 +18,7 @@ from typing import Any, cast
 from pydantic import PydanticUserError, TypeAdapter
 from pydantic_core import to_jsonable_python
 
+from megatron_buffer.config_docs import describe_fields
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.config_types import AXES
 from megatron_buffer.config_words import in_words, words_of_choice
@@ -200,7 +201,9 @@ def adapter(cls: type[Any]) -> TypeAdapter[Any]:
 @functools.cache
 def schema_of(cls: type[Any]) -> Mapping[str, Any]:
     """The JSON schema of a params dataclass."""
-    return adapter(cls).json_schema()
+    schema = adapter(cls).json_schema()
+    describe_fields(schema, cls)
+    return schema
 
 
 @functools.cache

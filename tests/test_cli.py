@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import megatron_buffer
-from megatron_buffer import cli
+from megatron_buffer import cli, cli_config
 from megatron_buffer.config import (
     AXES,
     BufferConfig,
@@ -303,7 +303,7 @@ def test_an_unusable_registry_is_one_sentence_and_2(capsys, monkeypatch):
     def clash() -> None:
         raise RegistryError('two strategies are named x')
 
-    monkeypatch.setattr(cli, 'third_party_strategies', clash)
+    monkeypatch.setattr(cli_config, 'third_party_strategies', clash)
     assert cli.main(['strategies']) == 2
     assert capsys.readouterr().err == 'megatron-buffer: error: two strategies are named x\n'
 

@@ -27,7 +27,6 @@ from megatron_buffer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = 'train the arms of a sweep file in turn, and record what each of them did'
 """What the command is for, in one line."""
 
 OK, FOUND_SOMETHING, INTERRUPTED = 0, 1, 130

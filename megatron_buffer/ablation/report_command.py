@@ -16,7 +16,6 @@ from megatron_buffer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = 'write what a sweep found as a page (HTML and Markdown)'
 """What the command is for, in one line."""
 
 OK, FOUND_SOMETHING = 0, 1

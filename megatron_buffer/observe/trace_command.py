@@ -16,9 +16,6 @@ from megatron_buffer.observe.trace_summary import summarize
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = (
-    'summarise traces: which bucket group was waited for, and whether each was communicated once'
-)
 
 _MAX_GROUPS = 20
 _MAX_RANKS = 16
@@ -37,8 +34,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def trace(options: argparse.Namespace, console: Console) -> bool:
-    """Prints the summary; returns whether the ledger is kept.
+def trace(options: argparse.Namespace, console: Console) -> int:
+    """Prints the summary; returns 1 if the ledger is violated, else 0.
 
     Raises:
         ConfigError: If there are no traces, or they cannot be read.
@@ -51,7 +48,7 @@ def trace(options: argparse.Namespace, console: Console) -> bool:
         sys.stdout.write(json.dumps(summary, indent=2) + '\n')
     else:
         _render(summary, options.output, console)
-    return bool(summary['ok'])
+    return 0 if summary['ok'] else 1
 
 
 def _render(summary: dict[str, Any], output: str | None, console: Console) -> None:

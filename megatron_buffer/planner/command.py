@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatron_buffer.planner.params import PlannedParam
     from megatron_buffer.planner.view import LayoutView
 
-SUMMARY = 'show where every parameter of a model lies: buffers, buckets, padding, groups, orders'
 """What the command is for, in one line."""
 
 OK, MOVED = 0, 1

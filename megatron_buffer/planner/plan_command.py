@@ -24,7 +24,6 @@ from megatron_buffer.planner.request import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = 'say what the buffers of every rank of a job weigh, and what goes over the wire'
 """What the command is for, in one line."""
 
 OK = 0

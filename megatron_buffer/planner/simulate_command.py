@@ -15,7 +15,6 @@ from megatron_buffer.planner.request import add_job_arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = 'simulate an iteration: when buckets are reduced and gathered, and what of it is exposed'
 """What the command is for, in one line."""
 
 OK = 0

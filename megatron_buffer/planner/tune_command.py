@@ -17,7 +17,6 @@ from megatron_buffer.planner.request import add_job_arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = 'look for the config with the least exposed communication, by simulation'
 """What the command is for, in one line."""
 
 OK = 0

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_buffer.patching.fingerprints import CoreInstall
     from megatron_buffer.reference.mapping import Entry
 
-SUMMARY = "show upstream's code beside ours, and what kind each difference is"
 """What the command is for, in one line."""
 
 OK, DIFFERS = 0, 1
