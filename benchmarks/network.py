@@ -38,7 +38,8 @@ BACKWARD_S_PER_ELEM = 0.008 / sum(LAYER.values())  # twice the time of forward
 STARTUP_S, S_PER_BYTE = 0.003, 40e-9
 DEFAULT_ELEMS = 39_062
 FIXED_ELEMS = (DEFAULT_ELEMS // 2, 2 * DEFAULT_ELEMS, 4 * DEFAULT_ELEMS)
-WARM_UP_STEPS, STEPS = 2, 3
+# As in `step`: by then first steps have been watched as long as they are.
+WARM_UP_STEPS, STEPS = 4, 3
 STOCK = 'stock, default size'
 BEST = 'recommended, time_optimal'
 HEADLINE = (

@@ -85,6 +85,7 @@ def _small(rank: int, world_size: int) -> list[dict[str, Any]]:
     return cases + hooks.measure(rank, world_size, 1) + accumulate.measure(rank, world_size, 1)
 
 
+@pytest.mark.long
 def test_every_case_of_one_process() -> None:
     for cases in run_ranks(_small, 1, timeout_s=200):
         assert {
@@ -202,6 +203,7 @@ def _networked(rank: int, world_size: int, profile: str) -> Any:
     return groups, network.measure(rank, world_size, arms, groups, 1)
 
 
+@pytest.mark.long
 def test_steps_on_a_slowed_network(tmp_path: Path) -> None:
     """The groups are those that were planned: `measure` checks it."""
     profile = str(tmp_path / 'profile.json')

@@ -132,6 +132,7 @@ def test_the_cases_are_what_they_are_meant_to_be(by_two: Any, by_four: Any) -> N
     assert forward != by_two['another layout and back'][0].layout
 
 
+@pytest.mark.long
 def test_nobody_is_warned_of_what_was_put_right(by_two: Any, by_one: Any) -> None:
     for ended in (by_two['f7 fully_reshardable'][0], by_one['f7 fully_reshardable']):
         said = '\n'.join(ended.log)
@@ -168,6 +169,7 @@ def test_fully_reshardable_equals_memory(f7: Any, size: int, setting: str) -> No
     assert differing(saved.end, loaded.end) == []
 
 
+@pytest.mark.long
 @pytest.mark.stock_fault
 @pytest.mark.parametrize('size', [1, 4])
 def test_stock_saves_what_is_not_in_memory(f7: Any, size: int) -> None:

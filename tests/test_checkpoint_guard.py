@@ -407,6 +407,7 @@ def test_refused_on_every_rank_with_the_first_difference(ended: Any, name: str) 
     assert ended[0][name][1].error == ended[1][name][1].error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', LOADED)
 def test_what_the_format_does_not_depend_on_may_differ(ended: Any, name: str) -> None:
     saved, loaded = ended[0][name]
@@ -415,6 +416,7 @@ def test_what_the_format_does_not_depend_on_may_differ(ended: Any, name: str) ->
     assert differing(saved.end, loaded.end) == []
 
 
+@pytest.mark.long
 @pytest.mark.stock_fault
 def test_stock_loads_another_order_into_the_wrong_parameters(ended: Any) -> None:
     saved, loaded = ended[0]['to stock']
@@ -425,6 +427,7 @@ def test_stock_loads_another_order_into_the_wrong_parameters(ended: Any) -> None
     assert {name.split('/')[1] for name in wrong} == {'param', 'exp_avg', 'exp_avg_sq'}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', ['unguarded', 'dp_zero unguarded'])
 def test_the_guard_can_be_turned_off_and_then_warns(ended: Any, name: str) -> None:
     saved, loaded = ended[0][name]

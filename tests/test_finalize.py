@@ -572,5 +572,6 @@ def _chunked_training(rank: int, world_size: int) -> list[str]:
     return compare(train(case), train(case, ours))
 
 
+@pytest.mark.long
 def test_training_with_chunks_has_stocks_bits() -> None:
     assert run_ranks(_chunked_training, 2) == [[], []]

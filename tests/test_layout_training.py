@@ -222,6 +222,7 @@ def _two_buffers(rank: int, world_size: int, case: TrainCase) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_training_with_two_gradient_dtypes_stays_beside_stock() -> None:
     """The optimizer's ranges, its fp32 masters and the gathers know two buffers of one parameter dtype."""
     for found in run_ranks(_two_buffers, 2, BF16, timeout_s=240):
