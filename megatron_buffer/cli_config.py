@@ -22,7 +22,13 @@ from megatron_buffer.config import (
     third_party_strategies,
     to_dict,
 )
-from megatron_buffer.config_catalog import FINALIZE_STEP, one_line_meaning, origin, param_docs
+from megatron_buffer.config_catalog import (
+    FINALIZE_STEP,
+    EntryPoints,
+    one_line_meaning,
+    origin,
+    param_docs,
+)
 from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import ConfigError, RegistryError
@@ -100,7 +106,8 @@ def schema(options: argparse.Namespace) -> int:
 
 def strategies(options: argparse.Namespace) -> int:
     """Lists the strategies of every axis: built-in, third-party and planned."""
-    listing = [_describe_axis(axis) for axis in AXES.values()]
+    others = third_party_strategies()
+    listing = [_describe_axis(axis, others) for axis in AXES.values()]
     if options.json:
         print_json({'axes': listing, 'incompatible': [_describe_pair(r) for r in INCOMPATIBLE]})
         return OK
@@ -149,7 +156,7 @@ def _symbols(symbols: str | None) -> list[tuple[str, str]]:
     return [(f'\n{symbol}', 'dim') for symbol in (symbols or '').split('; ') if symbol]
 
 
-def _describe_axis(axis: Axis) -> dict[str, Any]:
+def _describe_axis(axis: Axis, others: EntryPoints) -> dict[str, Any]:
     ours = [
         _built_in(name, one_line_meaning(cls), cls.upstream_symbol, cls)
         for name, cls in axis.strategies.items()
@@ -160,13 +167,13 @@ def _describe_axis(axis: Axis) -> dict[str, Any]:
             _built_in(name, step.meaning, step.upstream_symbol, step.options)
             for name, step in STEPS.items()
         ]
-        steps += _third_party(FINALIZE_STEP)
+        steps += _third_party(FINALIZE_STEP, others)
     return {
         'key': axis.key,
         'meaning': axis.meaning,
         'upstream_symbol': axis.upstream_symbol,
         'default': axis.default,
-        'strategies': ours + _third_party(axis.key),
+        'strategies': ours + _third_party(axis.key, others),
         'planned': [{'name': k, 'meaning': v} for k, v in axis.planned.items()],
         'steps': steps,
     }
@@ -191,7 +198,7 @@ def _built_in(name: str, meaning: str, symbol: str, params: type[Any]) -> dict[s
     }
 
 
-def _third_party(axis: str) -> list[dict[str, Any]]:
+def _third_party(axis: str, others: EntryPoints) -> list[dict[str, Any]]:
     """What other distributions provide for an axis (or the finalize steps), none of it imported."""
     return [
         {
@@ -201,7 +208,7 @@ def _third_party(axis: str) -> list[dict[str, Any]]:
             'origin': origin(entry_point),
             'params': None,
         }
-        for (key, name), entry_point in sorted(third_party_strategies().items())
+        for (key, name), entry_point in sorted(others.items())
         if key == axis
     ]
 

@@ -6,9 +6,10 @@ They are read from the source when a schema is asked for: pydantic would do so f
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
-import textwrap
+import sys
 import typing
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -49,21 +50,40 @@ def _docs_of_fields(cls: type[Any]) -> dict[str, str]:
     """By field: the string that stands under it; of base classes, too."""
     docs: dict[str, str] = {}
     for part in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(part):
-            continue
-        try:
-            source = textwrap.dedent(inspect.getsource(part))
-        except (OSError, TypeError):  # made at run time, or without its file
-            continue
-        [definition] = ast.parse(source).body
-        body = getattr(definition, 'body', [])
-        for field, text in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            ):
-                docs[field.target.id] = inspect.cleandoc(text.value.value)
+        if dataclasses.is_dataclass(part):
+            docs |= _docs_in_module(part.__module__).get(part.__qualname__, {})
     return docs
+
+
+@functools.cache
+def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
+    """By class, then by field: all such strings of a module; none of one that has no source."""
+    docs: dict[str, dict[str, str]] = {}
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return docs
+    _collect(tree.body, '', docs)
+    return docs
+
+
+def _collect(body: list[ast.stmt], prefix: str, docs: dict[str, dict[str, str]]) -> None:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            name = f'{prefix}{node.name}'
+            docs[name] = dict(_strings_under_fields(node.body))
+            _collect(node.body, f'{name}.', docs)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            _collect(node.body, f'{prefix}{node.name}.<locals>.', docs)
+
+
+def _strings_under_fields(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, text in itertools.pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        ):
+            yield field.target.id, inspect.cleandoc(text.value.value)

@@ -7,8 +7,9 @@ silently unties two parameters that were one tensor, and never looks again.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,20 +38,20 @@ class Shared(NamedTuple):
 
 def shared_storage(module: torch.nn.Module) -> list[Shared]:
     """Trainable parameters that overlap with another parameter or buffer of ``module``."""
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, tensor in _tensors(module):
-        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+        start, end = _extent_bytes(tensor)
+        if end > start:
+            by_device.setdefault(tensor.device, []).append((start, end, name, tensor))
     found: list[Shared] = []
-    for address, tensors in by_storage.items():
-        if len(tensors) == 1 or address == 0:
-            continue
-        members = [(*_extent_bytes(tensor), name, tensor) for name, tensor in tensors]
-        members = [member for member in members if member[-1].numel()]
+    for members in by_device.values():
         members.sort(key=lambda member: member[:2])
         for index, (start, end, name, tensor) in enumerate(members):
-            for other_start, _, other_name, other in members[index + 1 :]:
+            for other_start, _, other_name, other in itertools.islice(members, index + 1, None):
                 if other_start >= end:
                     break
+                if not _in_one_storage(tensor, other):
+                    continue
                 pair = [(name, tensor), (other_name, other)]
                 pair.sort(key=lambda item: not _is_trainable(item[1]))
                 if _is_trainable(pair[0][1]):
@@ -233,9 +234,15 @@ def _is_trainable(tensor: torch.Tensor) -> bool:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage a tensor's first element starts and its last one ends, in bytes."""
-    steps: Sequence[int] = [
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-    start = int(tensor.storage_offset())
-    return start * tensor.element_size(), (start + sum(steps) + 1) * tensor.element_size()
+    """The addresses where a tensor's first element starts and where its last one ends; equal if it has none."""
+    start, elems = tensor.data_ptr(), tensor.numel()
+    if elems and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elems = 1 + sum((size - 1) * stride for size, stride in steps)
+    return start, start + elems * tensor.element_size()
+
+
+def _in_one_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """False for storages that were freed, whose tensors only seem to have addresses."""
+    address = tensor.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
