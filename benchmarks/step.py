@@ -2,7 +2,8 @@
 
 Megatron's schedule, a tiny GPT and its optimizer, with the distributed optimizer and both overlaps; an
 iteration from ``zero_grad_buffer`` to the optimizer's step. In each turn every arm installs its config, wraps the
-model anew, and trains; the slowest rank's time counts. PyTorch's DDP trains the same model with torch's AdamW, so
+model anew, and trains; the slowest rank's time counts, and beside it the CPU time of all ranks, of which what
+others do on the machine is no part. PyTorch's DDP trains the same model with torch's AdamW, so
 its optimizer is another one and holds all of its state on every rank. Peak memory is that of fresh processes, one
 set for each arm: the resident set's growth from before the model was built.
 """
@@ -39,25 +40,26 @@ def run(reps: int) -> dict[str, Any]:
     for what, (ranks, fields, steps) in CASES.items():
         names = [*ARMS, *([TORCH] if 'moe' not in fields else [])]
         by_rank = run_ranks(measure, ranks, fields, names, steps, reps, timeout_s=3600)
-        times = {arm: _slowest([of[arm] for of in by_rank]) for arm in by_rank[0]}
-        for arm in names:
-            cases.append(
-                ratio_case(
-                    times[arm],
-                    times['stock'],
-                    what=f'{arm}: {what}',
-                    size=f'{ranks} ranks',
-                    steps_per_turn=steps,
+        for kind, of_turn in (('', max), (', CPU', sum)):
+            found = {
+                arm: [
+                    of_turn(turn) for turn in zip(*(of[arm + kind] for of in by_rank), strict=True)
+                ]
+                for arm in ('stock', *names)
+            }
+            for arm in names:
+                cases.append(
+                    ratio_case(
+                        found[arm],
+                        found['stock'],
+                        what=f'{arm}: {what}{kind}',
+                        size=f'{ranks} ranks',
+                        steps_per_turn=steps,
+                    )
                 )
-            )
         memory += [_memory(arm, what) for arm in ('stock', *names)]
     headline = next(case for case in cases if case['what'] == 'recommended: tiny GPT')
     return {'ratio': headline['ratio'], 'headline': HEADLINE, 'cases': cases, 'memory': memory}
-
-
-def _slowest(by_rank: list[list[float]]) -> list[float]:
-    """Of each turn the time of the slowest rank."""
-    return [max(turn) for turn in zip(*by_rank, strict=True)]
 
 
 def _memory(arm: str, what: str) -> dict[str, Any]:
@@ -71,13 +73,15 @@ def _memory(arm: str, what: str) -> dict[str, Any]:
 def measure(
     rank: int, world_size: int, fields: dict[str, Any], names: list[str], steps: int, reps: int
 ) -> dict[str, list[float]]:
-    """Per arm: this rank's seconds for ``steps`` steps, per turn."""
+    """Per arm: this rank's seconds for ``steps`` steps, per turn; and of its CPU, under ``arm, CPU``."""
     from megatron_buffer.testing.tiny_gpt import init_parallel
 
     quiet()
     init_parallel(_case(fields))
-    arms = {arm: _turn(arm, fields, steps) for arm in ('stock', *names)}
-    return interleave(arms, reps, warm_up=1)
+    cpu: dict[str, list[float]] = {arm: [] for arm in ('stock', *names)}
+    arms = {arm: _turn(arm, fields, steps, cpu[arm]) for arm in cpu}
+    times = interleave(arms, reps, warm_up=1)
+    return times | {f'{arm}, CPU': seconds[-reps:] for arm, seconds in cpu.items()}
 
 
 def peak_memory(rank: int, world_size: int, fields: dict[str, Any], arm: str) -> int:
@@ -87,7 +91,7 @@ def peak_memory(rank: int, world_size: int, fields: dict[str, Any], arm: str) ->
     quiet()
     init_parallel(_case(fields))
     before = _resident_bytes('VmRSS')
-    _turn(arm, fields, 2)()
+    _turn(arm, fields, 2, [])()
     return _resident_bytes('VmHWM') - before
 
 
@@ -120,8 +124,8 @@ def config_of(arm: str) -> Any:
     return {**shipped, 'accumulation': 'zero_then_add'}
 
 
-def _turn(arm: str, fields: dict[str, Any], steps: int) -> Callable[[], float]:
-    """One turn of an arm: a new model, some steps to warm up, the time of the others."""
+def _turn(arm: str, fields: dict[str, Any], steps: int, cpu: list[float]) -> Callable[[], float]:
+    """One turn of an arm: a new model, some steps to warm up, the time of the others; their CPU goes to ``cpu``."""
 
     def turn() -> float:
         import megatron_buffer
@@ -131,7 +135,7 @@ def _turn(arm: str, fields: dict[str, Any], steps: int) -> Callable[[], float]:
             if arm not in ('stock', TORCH):
                 scopes.enter_context(megatron_buffer.activated(config_of(arm)))
             step = (_torch_step if arm == TORCH else _megatron_step)(case)
-            seconds = _timed_steps(step, steps)
+            seconds = _timed_steps(step, steps, cpu)
             del step
             gc.collect()  # activated() refuses to end while a model of ours lives
         return seconds
@@ -139,16 +143,17 @@ def _turn(arm: str, fields: dict[str, Any], steps: int) -> Callable[[], float]:
     return turn
 
 
-def _timed_steps(step: Callable[[int], None], steps: int) -> float:
+def _timed_steps(step: Callable[[int], None], steps: int, cpu: list[float]) -> float:
     import torch.distributed as dist
 
     for number in range(WARM_UP_STEPS):
         step(number)
     dist.barrier()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     for number in range(steps):
         step(WARM_UP_STEPS + number)
     dist.barrier()
+    cpu.append(time.process_time() - begin_cpu)
     return time.perf_counter() - begin
 
 
