@@ -39,6 +39,8 @@ class Fault:
         world_size: Number of ranks.
         stops: Stock stops here, on one rank or all, and so does ours with ``upstream.yaml``, on all ranks.
         names: Stock's words name what is wrong, but not in time or not what to do.
+        crashes: The backend may be handed buckets of other sizes than on other ranks: gloo then writes past the
+            end of one, and sometimes the process dies of it before it can say anything.
     """
 
     run: Callable[[int, int], list[str]]
@@ -47,6 +49,7 @@ class Fault:
     world_size: int = 2
     stops: bool = False
     names: bool = False
+    crashes: bool = False
 
 
 def _right(model: Any, rank: int, world_size: int, step: int, **oracle: Any) -> list[str]:
@@ -195,7 +198,7 @@ FAULTS = {
     'F1 a shorter window': Fault(_shorter, upstream=('third.weight', 'too few'), stops=True),
     'F1 a longer window': Fault(_longer, upstream=('third.bias', 'Gradients are wrong')),
     'F2 an unused layer': Fault(_unused, upstream=('spare.weight',), stops=True),
-    'F3 branches': Fault(_branches, upstream=('middle.weight',)),
+    'F3 branches': Fault(_branches, upstream=('middle.weight',), crashes=True),
     'F4 two models': Fault(_second_model),
     'aligned, several instances': Fault(_aligned_instances, world_size=4),
     'F13 whole gradients, several instances': Fault(
@@ -253,6 +256,8 @@ def test_upstream_choices_are_never_silently_wrong(fault: str) -> None:
     outcomes = _arm(fault, 'upstream')
     if not expected:
         assert [(o.error, o.result) for o in outcomes] == [('', [])] * len(outcomes)
+    if FAULTS[fault].crashes and any(o.status == 'died' for o in outcomes):
+        return  # not silently
     said = '\n'.join(_words(o) for o in outcomes)
     for word in expected:
         assert word in said
