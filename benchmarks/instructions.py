@@ -148,8 +148,7 @@ def count(folder: str, reps: int) -> dict[str, Any]:
     for name, of in arms.items():
         of['empty'] = cpu_timed(lambda: None)
         for what in (*UNITS, 'bare', 'reset', 'empty'):
-            few, many = (counter.instructions(of[what], n) for n in (FEW, FEW + TURNS * reps))
-            result[name][what] = (many - few) / (TURNS * reps)
+            result[name][what] = counter.per_turn(of[what], FEW, TURNS * reps)
         result[name].update(hooks=of['hooks'], params=PARAMS, one=1)
     arms.clear()
     gc.collect()  # a config is only let go when its models are
@@ -190,8 +189,7 @@ def _per_step(counter: _Callgrind, step: Callable[[int], None], warm_up: int, tu
 
     for _ in range(warm_up):
         body()
-    few, many = (counter.instructions(body, times) for times in (1, 1 + turns))
-    return (many - few) / turns
+    return counter.per_turn(body, 1, turns)
 
 
 class _Callgrind:
@@ -201,6 +199,11 @@ class _Callgrind:
         self._folder = folder
         self._dumps = 0
         self._tell('instrumentation', 'on')
+
+    def per_turn(self, body: Callable[[], Any], few: int, more: int) -> float:
+        """What one call takes, from how much more it is for ``more`` calls beyond ``few``."""
+        short, long = (self.instructions(body, times) for times in (few, few + more))
+        return (long - short) / more
 
     def instructions(self, body: Callable[[], Any], times: int) -> int:
         """What ``times`` calls take, and telling valgrind."""

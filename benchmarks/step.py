@@ -41,25 +41,27 @@ def run(reps: int) -> dict[str, Any]:
         names = [*ARMS, *([TORCH] if 'moe' not in fields else [])]
         by_rank = run_ranks(measure, ranks, fields, names, steps, reps, timeout_s=3600)
         for kind, of_turn in (('', max), (', CPU', sum)):
-            found = {
-                arm: [
-                    of_turn(turn) for turn in zip(*(of[arm + kind] for of in by_rank), strict=True)
-                ]
-                for arm in ('stock', *names)
-            }
-            for arm in names:
-                cases.append(
-                    ratio_case(
-                        found[arm],
-                        found['stock'],
-                        what=f'{arm}: {what}{kind}',
-                        size=f'{ranks} ranks',
-                        steps_per_turn=steps,
-                    )
+            stock = _of_turns(by_rank, f'stock{kind}', of_turn)
+            cases += [
+                ratio_case(
+                    _of_turns(by_rank, f'{arm}{kind}', of_turn),
+                    stock,
+                    what=f'{arm}: {what}{kind}',
+                    size=f'{ranks} ranks',
+                    steps_per_turn=steps,
                 )
+                for arm in names
+            ]
         memory += [_memory(arm, what) for arm in ('stock', *names)]
     headline = next(case for case in cases if case['what'] == 'recommended: tiny GPT')
     return {'ratio': headline['ratio'], 'headline': HEADLINE, 'cases': cases, 'memory': memory}
+
+
+def _of_turns(
+    by_rank: list[dict[str, list[float]]], arm: str, of_turn: Callable[[Any], float]
+) -> list[float]:
+    """What ``of_turn`` makes of the times of all ranks, for each turn of an arm."""
+    return [of_turn(turn) for turn in zip(*(of[arm] for of in by_rank), strict=True)]
 
 
 def _memory(arm: str, what: str) -> dict[str, Any]:

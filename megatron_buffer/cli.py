@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_buffer import __version__
-from megatron_buffer.cli_output import BAD_INPUT, FOUND_SOMETHING, OK, plain_console, print_json
 from megatron_buffer.errors import ConfigError, LayoutError, RegistryError
+from megatron_buffer.printing import BAD_INPUT, FOUND_SOMETHING, OK, plain_console, print_json
 
 
 class Command(NamedTuple):
@@ -183,7 +183,7 @@ def doctor(options: argparse.Namespace) -> int:
 
         report = doctor_report()
     if options.json:
-        print_json(report)
+        print_json(report, default=str)
     else:
         render(report, plain_console())
     return OK if report['ok'] else FOUND_SOMETHING

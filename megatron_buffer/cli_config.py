@@ -10,7 +10,6 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_buffer.cli_output import BAD_INPUT, OK, plain_console, print_json
 from megatron_buffer.config import (
     AXES,
     Axis,
@@ -32,6 +31,7 @@ from megatron_buffer.config_catalog import (
 from megatron_buffer.config_compat import INCOMPATIBLE, Incompatible
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.errors import ConfigError, RegistryError
+from megatron_buffer.printing import BAD_INPUT, OK, plain_console, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -23,20 +23,22 @@ def describe_fields(schema: MutableMapping[str, Any], cls: type[Any]) -> None:
         cls: A dataclass.
     """
     definitions = schema.get('$defs', {})
-    for part in {cls, *_dataclasses_within(cls)}:
-        of_part = schema if part is cls else definitions.get(part.__name__, {})
+    for part in _with_nested(cls):
+        # A class that is made of itself is a definition, too.
+        of_part = definitions.get(part.__name__, schema if part is cls else {})
         properties = of_part.get('properties', {})
         for name, text in _docs_of_fields(part).items():
             if name in properties:
                 properties[name].setdefault('description', text)
 
 
-def _dataclasses_within(cls: type[Any]) -> Iterator[type[Any]]:
-    """The dataclasses that the fields of a dataclass are made of."""
-    for hint in typing.get_type_hints(cls, include_extras=True).values():
-        for part in _parts(hint):
-            yield part
-            yield from _dataclasses_within(part)
+def _with_nested(cls: type[Any]) -> list[type[Any]]:
+    """A dataclass and those that its fields are made of, itself perhaps among them."""
+    found = [cls]
+    for part in found:
+        hints = typing.get_type_hints(part, include_extras=True).values()
+        found += {nested for hint in hints for nested in _parts(hint)} - {*found}
+    return found
 
 
 def _parts(hint: Any) -> Iterator[type[Any]]:

@@ -23,6 +23,14 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tree:
+    """Is made of itself."""
+
+    branches: list[Tree] | None = None
+    """More of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Params:
     """What is described."""
 
@@ -61,6 +69,12 @@ def test_strings_under_fields_describe_them_in_nested_classes_too() -> None:
     texts = {'rules': 'Over two\nlines.', 'said': 'in the field', 'pattern': 'Which ones.'}
     assert _described(Params) == texts
     assert _described(Outer.Params) == {**texts, 'own': 'Its own.'}
+
+
+def test_a_class_within_itself_is_described_once() -> None:
+    schema = TypeAdapter(Tree).json_schema()
+    describe_fields(schema, Tree)
+    assert schema['$defs']['Tree']['properties']['branches']['description'] == 'More of them.'
 
 
 def test_a_class_without_source_has_none() -> None:

@@ -21,7 +21,7 @@ PACKAGE = 'megatron_buffer'
 # From the bottom up. A module imports from lower layers only, or from its own pattern (a family of
 # modules that share one responsibility).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ('liveness',),
+    ('liveness', 'printing'),
     ('errors',),
     ('config*',),
     ('profile', 'record_request', 'observe.request'),
@@ -68,6 +68,7 @@ LIGHT = (
     'observe',
     'observe.request',
     'observe.trace_*',
+    'printing',
     'planner',
     'planner.architecture',
     'planner.averages',

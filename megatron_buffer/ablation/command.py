@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from megatron_buffer.ablation.store import Store, check_folder, finished_runs
 from megatron_buffer.ablation.sweep import Arm, Sweep
 from megatron_buffer.config_yaml import did_you_mean
 from megatron_buffer.errors import ConfigError
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,7 +107,7 @@ def ablate(options: argparse.Namespace, console: Console) -> int:
         'warning': warning,
     }
     if options.json:
-        _print_json(summary)
+        print_json(summary, default=str)
     else:
         _say_end(summary, _command(options, folder), console)
     if interrupted:
@@ -254,7 +253,7 @@ def _dry_run(
         plan = sweep_as_dict(sweep, runs, is_cpu=is_cpu)
         for run in plan['runs']:
             run['finished'] = run['name'] in done
-        _print_json({'run_dir': str(folder), 'warning': warning, **plan})
+        print_json({'run_dir': str(folder), 'warning': warning, **plan}, default=str)
         return OK
     from rich import box
     from rich.table import Table
@@ -297,8 +296,3 @@ def _changes(sweep: Sweep, arm: Arm) -> str:
     for key, (_, new) in changes_of(sweep, arm).items():
         lines.append(f'{key}: {as_yaml(new)}')
     return '\n'.join(lines) or f'nothing: {sweep.base}'
-
-
-def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2, default=str)
-    sys.stdout.write('\n')

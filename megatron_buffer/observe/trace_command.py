@@ -6,12 +6,11 @@ Imports neither torch nor megatron. Upstream has no counterpart.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.observe.trace_file import read_traces, write_merged
 from megatron_buffer.observe.trace_summary import summarize
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +44,7 @@ def trace(options: argparse.Namespace, console: Console) -> int:
     if options.output is not None:
         write_merged(options.output, traces)
     if options.json:
-        sys.stdout.write(json.dumps(summary, indent=2) + '\n')
+        print_json(summary)
     else:
         _render(summary, options.output, console)
     return 0 if summary['ok'] else 1

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from megatron_buffer.config import load_config, shipped_names
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import load_architecture, plain_name
-from megatron_buffer.planner.files import print_json
 from megatron_buffer.planner.flags import add_ddp, add_dtypes, add_model, add_sizes
 from megatron_buffer.planner.job import DdpOptions, Job
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     import torch

@@ -1,22 +1,14 @@
-"""What a command writes: JSON to stdout, and files, of which is said beforehand what would prevent them."""
+"""The files that a command writes: beforehand is said what would prevent them."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_buffer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def print_json(data: Any) -> None:
-    """What ``--json`` prints."""
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write('\n')
 
 
 def check_file(option: str, path: str) -> None:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import ConfigError
 from megatron_buffer.planner.architecture import plain_name
-from megatron_buffer.planner.files import check_file, print_json, say_written
+from megatron_buffer.planner.files import check_file, say_written
 from megatron_buffer.planner.request import (
     Request,
     add_job_arguments,
     read_fitting_model,
     read_request,
 )
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console

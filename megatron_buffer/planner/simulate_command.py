@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_buffer.planner.files import check_file, print_json, say_written
+from megatron_buffer.planner.files import check_file, say_written
 from megatron_buffer.planner.flags import add_simulation
 from megatron_buffer.planner.request import add_job_arguments
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,9 +10,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_buffer.errors import ConfigError
-from megatron_buffer.planner.files import check_file, print_json, say_written
+from megatron_buffer.planner.files import check_file, say_written
 from megatron_buffer.planner.flags import add_simulation
 from megatron_buffer.planner.request import add_job_arguments
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console

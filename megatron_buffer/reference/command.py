@@ -6,13 +6,13 @@ Imports neither torch nor megatron; sources are read, not run. Upstream has no c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_buffer.errors import ConfigError
+from megatron_buffer.printing import print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def diff(options: argparse.Namespace) -> int:
     if options.json:
         from megatron_buffer.reference.as_json import comparison_as_dict
 
-        _print_json(
+        print_json(
             {
                 'megatron_core': core.version,
                 'symbols': [comparison_as_dict(comparison) for comparison in comparisons],
@@ -128,7 +128,7 @@ def _show_all(options: argparse.Namespace, version: str, entries: Mapping[str, E
     if options.json:
         from megatron_buffer.reference.as_json import summary_as_dict
 
-        _print_json(summary_as_dict(entries, version))
+        print_json(summary_as_dict(entries, version))
         return
     from megatron_buffer.reference.render_tables import render_summary
 
@@ -166,7 +166,7 @@ def _against(options: argparse.Namespace, core: CoreInstall, entries: dict[str, 
         if options.json:
             from megatron_buffer.reference.as_json import versions_as_dict
 
-            _print_json(versions_as_dict(found, changes))
+            print_json(versions_as_dict(found, changes))
         else:
             from megatron_buffer.reference.render_tables import render_versions
 
@@ -182,8 +182,3 @@ def _console() -> Console:
     columns = os.environ.get('COLUMNS', '')
     width = int(columns) if columns.isdigit() and int(columns) >= 40 else 120
     return Console(width=width, highlight=False)
-
-
-def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write('\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def plain_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
-def print_json(data: Any) -> None:
-    """Prints data as JSON."""
-    sys.stdout.write(json.dumps(data, indent=2, default=str) + '\n')
+def print_json(data: Any, default: Callable[[Any], Any] | None = None) -> None:
+    """What ``--json`` prints; ``default`` is json's, for what it has no form for."""
+    json.dump(data, sys.stdout, indent=2, default=default)
+    sys.stdout.write('\n')
