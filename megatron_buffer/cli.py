@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Not through argparse, which would take some of the script's own flags for its own.
         return run(arguments[1:])
     try:
-        options = _parser(arguments[0] if arguments else '').parse_args(arguments)
+        options = _parser(arguments).parse_args(arguments)
         command = COMMANDS[options.command]
         function = _of_module(command, command.function)
         console = [plain_console()] if command.prints_tables else []
@@ -147,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _parser(only: str = '') -> argparse.ArgumentParser:
-    """The parser; if ``only`` is a command no other one's module is imported."""
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands; of those that ``arguments`` don't name, no module is imported."""
     parser = argparse.ArgumentParser(
         prog='megatron-buffer',
         description="Megatron-Core's data-parallel buffer with swappable strategies.",
@@ -159,10 +159,10 @@ def _parser(only: str = '') -> argparse.ArgumentParser:
         title='commands', metavar='COMMAND', required=True, dest='command'
     )
     for name, command in COMMANDS.items():
-        if only in COMMANDS and name != only:
-            continue
         text = command.summary
         sub = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.')
+        if name not in arguments:
+            continue
         if command.has_json:
             sub.add_argument('--json', action='store_true', help='print JSON')
         if command.arguments:

@@ -20,8 +20,8 @@ from typing import Any, cast
 
 import yaml
 
+from megatron_buffer.config_base import as_json
 from megatron_buffer.config_catalog import (
-    adapter,
     one_line_meaning,
     origin,
     schema_of,
@@ -151,7 +151,7 @@ def to_dict(config: BufferConfig) -> dict[str, Any]:
     plain: dict[str, Any] = {'schema_version': config.schema_version}
     for key in (*AXES, 'checkpoint', 'checks'):
         value: object = getattr(config, key)
-        plain[key] = adapter(type(value)).dump_python(value, mode='json')
+        plain[key] = as_json(value)
     return plain
 
 

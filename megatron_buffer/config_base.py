@@ -1,12 +1,53 @@
 """What all parameter classes of strategies share. Imports neither torch nor megatron."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast, dataclass_transform
 
-from pydantic import AfterValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic_core import ArgsKwargs, PydanticCustomError, to_jsonable_python
 
-STRICT = ConfigDict(strict=True, extra='forbid')
+_STRICT = ConfigDict(strict=True, extra='forbid')
+
+
+@functools.cache
+def adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """Pydantic's validator of a params dataclass."""
+    return TypeAdapter(cls)
+
+
+def as_json(params: Any) -> Any:
+    """The values of a params dataclass, of types that JSON has."""
+    if getattr(params, '__pydantic_config__', None) is _STRICT:  # our own: plain as they are
+        return to_jsonable_python(dataclasses.asdict(params))
+    kind = cast(type[Any], type(params))
+    return adapter(kind).dump_python(params, mode='json')
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def params_dataclass[T](cls: type[T]) -> type[T]:
+    """Makes a frozen dataclass whose values pydantic checks strictly, wherever they come from.
+
+    As with ``pydantic.dataclasses.dataclass``, a default is not checked and a wrong value is a
+    ``ValidationError``. But the validator of a class is made when it is given its first value: a config
+    needs few of them, and those of all classes take longer than all else of a command's start.
+    """
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made.__pydantic_config__ = _STRICT
+    fill = made.__init__
+
+    @functools.wraps(fill)
+    def init(self: Any, **values: Any) -> None:
+        if values:
+            adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
+        else:
+            fill(self)
+
+    made.__init__ = init
+    return made
 
 
 def _each_once(items: Sequence[Any]) -> Sequence[Any]:

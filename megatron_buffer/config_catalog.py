@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping
 from importlib import metadata
 from typing import Any, cast
 
-from pydantic import PydanticUserError, TypeAdapter
+from pydantic import PydanticUserError
 from pydantic_core import to_jsonable_python
 
+from megatron_buffer.config_base import adapter
 from megatron_buffer.config_docs import describe_fields
 from megatron_buffer.config_steps import STEPS
 from megatron_buffer.config_types import AXES
@@ -193,12 +194,6 @@ class ParamDoc:
 
 
 @functools.cache
-def adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    """Pydantic's validator of a params dataclass."""
-    return TypeAdapter(cls)
-
-
-@functools.cache
 def schema_of(cls: type[Any]) -> Mapping[str, Any]:
     """The JSON schema of a params dataclass."""
     schema = adapter(cls).json_schema()
@@ -209,6 +204,8 @@ def schema_of(cls: type[Any]) -> Mapping[str, Any]:
 @functools.cache
 def param_docs(cls: type[Any]) -> tuple[ParamDoc, ...]:
     """The parameters of a params dataclass in order, without its ``name``."""
+    if all(field.name == 'name' for field in dataclasses.fields(cls)):
+        return ()
     schema = schema_of(cls)
     required = schema.get('required', [])
     made = {

@@ -14,9 +14,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_buffer.config_base import adapter
 from megatron_buffer.config_catalog import (
     EntryPoints,
-    adapter,
     param_docs,
     schema_of,
     third_party_strategies,
@@ -213,8 +213,7 @@ def _read_params(
     cls: type[Any], path: YamlPath, node: Mapping[Any, Any], what: str, problems: Problems
 ) -> Any:
     """``node`` as an instance of the dataclass ``cls``, or None after a problem."""
-    docs = {doc.name: doc for doc in param_docs(cls)}
-    known = {field.name for field in fields(cls)}
+    known = [field.name for field in fields(cls)]
     values: dict[str, Any] = {}
     reported: set[YamlPath] = set()
     problems_before = len(problems)
@@ -228,7 +227,8 @@ def _read_params(
             if len(problems) > so_far:
                 reported.add((key,))
         else:
-            problems.add(where, _unknown(key, tuple(docs), f'parameter of {what}'))
+            params = tuple(name for name in known if name != 'name')
+            problems.add(where, _unknown(key, params, f'parameter of {what}'))
     try:
         # JSON mode: strict about types, and yet a YAML list may fill a tuple.
         built = adapter(cls).validate_json(json.dumps(values), strict=True)

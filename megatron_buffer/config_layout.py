@@ -8,24 +8,23 @@ here. The code that acts on them is in ``strategies/``. Imports neither torch no
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from megatron_buffer.config_base import (
     LAYOUT,
     PER_BUFFER_LAYOUT,
     PGB,
-    STRICT,
     EachOnce,
     Pattern,
     PositiveBytes,
     PositiveCount,
     PositiveElems,
+    params_dataclass,
 )
 
 # buffer_grouping ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UpstreamGrouping:
     """One buffer per storage dtype, grad dtype, expert-parallel or not, layer-wise or not."""
 
@@ -33,7 +32,7 @@ class UpstreamGrouping:
     name: Literal['upstream'] = 'upstream'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class GradDtypeRule:
     """Parameters whose full name matches get this dtype for their gradients."""
 
@@ -43,7 +42,7 @@ class GradDtypeRule:
     """Dtype of their gradients: how they are accumulated, and how they travel."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class GradDtypeRules:
     """As upstream, but patterns of names choose a grad dtype, and with it another buffer."""
 
@@ -57,7 +56,7 @@ class GradDtypeRules:
 # param_order --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ReverseOrder:
     """Last registered parameter first, roughly the order in which backward produces gradients."""
 
@@ -65,7 +64,7 @@ class ReverseOrder:
     name: Literal['reverse'] = 'reverse'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ForwardOrder:
     """First registered parameter first: gradients come from the far end of the buffer (control)."""
 
@@ -73,7 +72,7 @@ class ForwardOrder:
     name: Literal['forward'] = 'forward'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class RandomOrder:
     """A random order that is the same on every rank and in every run of one seed (control)."""
 
@@ -83,7 +82,7 @@ class RandomOrder:
     """Seed of the order."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class RecordedOrder:
     """The order that a run with --custom-buffer-record measured and wrote to a profile file."""
 
@@ -102,7 +101,7 @@ class RecordedOrder:
 # bucketing ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class FixedSizeBucketing:
     """A bucket closes at the end of the parameter that brings it to the given size."""
 
@@ -115,7 +114,7 @@ class FixedSizeBucketing:
     num_buckets, else max(40,000,000, 1,000,000 x dp_size))."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class CountBucketing:
     """A given number of buckets of about equal size, of the trainable parameters of each buffer."""
 
@@ -125,7 +124,7 @@ class CountBucketing:
     """Buckets per buffer, if it has so many parameters; isolated parameters come on top."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class FirstLastBucketing:
     """A small first bucket, so that communication starts early; a small last one, to end early."""
 
@@ -139,7 +138,7 @@ class FirstLastBucketing:
     """The last bucket holds the fewest last parameters that make so many elements."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class BalancedBucketing:
     """As many buckets as bucket_size_elems asks for, as equal as can be, without a tiny tail."""
 
@@ -150,7 +149,7 @@ class BalancedBucketing:
     small as possible. null: what ddp_config or the command line says."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class PerModuleBucketing:
     """Cut at the borders of modules, such as transformer layers."""
 
@@ -164,7 +163,7 @@ class PerModuleBucketing:
     """Modules that share a bucket."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ExplicitBucketing:
     """Cut behind the parameters that are named, and nowhere else."""
 
@@ -174,7 +173,7 @@ class ExplicitBucketing:
     """Full names of parameters, or shell-style patterns; a bucket ends with each that matches."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class TimeOptimalBucketing:
     """The cuts that expose the least of reductions and gathers, from a profile and a network model."""
 
@@ -191,7 +190,7 @@ class TimeOptimalBucketing:
 # bucket_isolation ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class SharedEmbeddingIsolation:
     """A tied embedding is alone in its bucket (with the distributed optimizer)."""
 
@@ -202,7 +201,7 @@ class SharedEmbeddingIsolation:
     lets each stage shard them in its own way, and then sums shards that do not match."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class PatternIsolation:
     """Parameters that match a pattern are alone in their bucket, and so are tied embeddings."""
 
@@ -215,7 +214,7 @@ class PatternIsolation:
 # padding ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class MegatronPadding:
     """Starts and ends at multiples of so many elements (with the distributed optimizer)."""
 
@@ -234,7 +233,7 @@ class MegatronPadding:
     not be (a warning names the buffer). The other paddings always do so."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ByteAlignedPadding:
     """Starts and ends at multiples of so many bytes (with the distributed optimizer)."""
 
@@ -246,7 +245,7 @@ class ByteAlignedPadding:
     """Each rank's shard of a bucket is a multiple of this many bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class MinimalPadding:
     """No gaps; buckets end at multiples of dp_size (with the distributed optimizer)."""
 
@@ -257,7 +256,7 @@ class MinimalPadding:
 # bucket_groups ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class MergeIntoLastFp8:
     """A group per bucket, but non-fp8 buckets join the last fp8 bucket's group, if any."""
 
@@ -265,7 +264,7 @@ class MergeIntoLastFp8:
     name: Literal['merge_into_last_fp8'] = 'merge_into_last_fp8'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class SeparateGroups:
     """Every bucket communicates on its own."""
 
@@ -273,7 +272,7 @@ class SeparateGroups:
     name: Literal['separate'] = 'separate'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class SingleGroup:
     """All buckets that share a process group communicate together, at the end: no overlap."""
 
@@ -281,7 +280,7 @@ class SingleGroup:
     name: Literal['single'] = 'single'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class NearestReadyGroups:
     """Each non-fp8 bucket joins the fp8 group that has all its gradients when it does."""
 
@@ -289,7 +288,7 @@ class NearestReadyGroups:
     name: Literal['nearest_ready'] = 'nearest_ready'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class MergeIntoFirstFp8:
     """Non-fp8 buckets join the first fp8 group, which then waits for all (negative control)."""
 

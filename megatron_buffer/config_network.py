@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
-from megatron_buffer.config_base import STRICT
+from megatron_buffer.config_base import params_dataclass
 from megatron_buffer.config_yaml import did_you_mean, parse, read_file
 from megatron_buffer.errors import ConfigError
 
@@ -59,7 +58,7 @@ class Placement(NamedTuple):
         return -(-self.ranks // self.per_node)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class Network:
     """Nodes, links and what a GPU computes; rates are those of one GPU, in one direction."""
 

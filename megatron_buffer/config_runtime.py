@@ -9,14 +9,13 @@ import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
-from pydantic.dataclasses import dataclass
 
-from megatron_buffer.config_base import DDP, FINALIZE, PGB, STRICT, EachOnce, Pattern
+from megatron_buffer.config_base import DDP, FINALIZE, PGB, EachOnce, Pattern, params_dataclass
 
 # readiness ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class GoldenLazy:
     """Counts gradients in the first batch, without overlap; later batches expect the same."""
 
@@ -24,7 +23,7 @@ class GoldenLazy:
     name: Literal['golden_lazy'] = 'golden_lazy'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class CountRule:
     """Parameters whose full name matches report so many gradients per backward pass."""
 
@@ -35,7 +34,7 @@ class CountRule:
     that is not used."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class GoldenStatic:
     """Counts known before the first batch, which so overlaps too; wrong ones are put right."""
 
@@ -46,7 +45,7 @@ class GoldenStatic:
     matches decides. All others are read from the autograd graph of the first forward pass."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class GoldenChecked:
     """As golden_lazy, but a gradient that comes after its group was dispatched is never lost."""
 
@@ -58,7 +57,7 @@ class GoldenChecked:
     by name."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class Deferred:
     """Nothing is reduced before backward has ended: no overlap (control)."""
 
@@ -69,7 +68,7 @@ class Deferred:
 # dispatch_order -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ArrivalDispatch:
     """A group is reduced when it is ready, in the order of this rank's own autograd."""
 
@@ -77,7 +76,7 @@ class ArrivalDispatch:
     name: Literal['arrival'] = 'arrival'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class InOrderDispatch:
     """Groups are reduced in one order on every rank: as backward is expected to complete them."""
 
@@ -88,7 +87,7 @@ class InOrderDispatch:
 # unused_params ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UpstreamUnused:
     """An error, by name, where stock asserts (overlap on, group partly ready), else a warning."""
 
@@ -96,7 +95,7 @@ class UpstreamUnused:
     name: Literal['upstream'] = 'upstream'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UnusedIsError:
     """A parameter without a gradient stops the run, by name."""
 
@@ -104,7 +103,7 @@ class UnusedIsError:
     name: Literal['error'] = 'error'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ZeroFillUnused:
     """Zeros are reduced for it, with one warning that names it; overlap survives."""
 
@@ -115,7 +114,7 @@ class ZeroFillUnused:
 # scaling ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class PrescaleScaling:
     """Scaled before the reduction, as average_in_collective and per-token loss ask."""
 
@@ -123,7 +122,7 @@ class PrescaleScaling:
     name: Literal['prescale'] = 'prescale'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class AverageScaling:
     """The collective averages (ReduceOp.AVG), whatever average_in_collective says."""
 
@@ -131,7 +130,7 @@ class AverageScaling:
     name: Literal['average'] = 'average'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ShardPostscale:
     """Summed unscaled; then only the owned shard is scaled. Not with fp16 gradients."""
 
@@ -139,7 +138,7 @@ class ShardPostscale:
     name: Literal['shard_postscale'] = 'shard_postscale'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class PremulSum:
     """NCCL multiplies each contribution while it sums. Needs NCCL, so GPUs."""
 
@@ -150,7 +149,7 @@ class PremulSum:
 # accumulation -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ZeroThenAdd:
     """The grad buffer is zeroed before each step, and every micro-batch adds to it."""
 
@@ -158,7 +157,7 @@ class ZeroThenAdd:
     name: Literal['zero_then_add'] = 'zero_then_add'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class FirstWrite:
     """The first micro-batch overwrites the grad buffer, which so need not be zeroed before."""
 
@@ -169,7 +168,7 @@ class FirstWrite:
 # grad_reduce --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UpstreamReduce:
     """All-reduce, or reduce-scatter with the distributed optimizer: what ddp_config says."""
 
@@ -177,7 +176,7 @@ class UpstreamReduce:
     name: Literal['upstream'] = 'upstream'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class AllReduceGrads:
     """Whole buckets are all-reduced, with the distributed optimizer too."""
 
@@ -185,7 +184,7 @@ class AllReduceGrads:
     name: Literal['all_reduce'] = 'all_reduce'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ReduceScatterGrads:
     """Each rank gets the sum of its own shard only. Needs the distributed optimizer."""
 
@@ -193,7 +192,7 @@ class ReduceScatterGrads:
     name: Literal['reduce_scatter'] = 'reduce_scatter'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class AllToAllFp32Sum:
     """Shards go to their owner in a narrow dtype and add up in fp32 (distributed optimizer)."""
 
@@ -210,7 +209,7 @@ class AllToAllFp32Sum:
 # param_gather -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UpstreamGather:
     """Parameters are gathered per group; with overlap, when the forward pass first needs them."""
 
@@ -218,7 +217,7 @@ class UpstreamGather:
     name: Literal['upstream'] = 'upstream'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class EagerGather:
     """The gather that forward needs first starts right after the optimizer step."""
 
@@ -226,7 +225,7 @@ class EagerGather:
     name: Literal['eager'] = 'eager'
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class PerDtypeGather:
     """No gather takes buckets of several dtypes together."""
 
@@ -237,7 +236,7 @@ class PerDtypeGather:
 # finalize -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class UpstreamFinalize:
     """Upstream's own steps, in upstream's order."""
 
@@ -253,7 +252,7 @@ def _sorted(options: _Options) -> _Options:
     return {step: dict(sorted(said.items())) for step, said in sorted(options.items())}
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class FinalizeSteps:
     """Named steps in a given order, with options."""
 

@@ -9,20 +9,19 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
-from megatron_buffer.config_base import FINALIZE, STRICT
+from megatron_buffer.config_base import FINALIZE, params_dataclass
 
 GRAD_SYNC = 'finish_grad_sync'
 """The step after which gradients are reduced over the data-parallel ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class NoOptions:
     """Options of a step that has none."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ChunkOptions:
     """Options of a step that flattens many gradients into one all-reduce."""
 

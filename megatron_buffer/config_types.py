@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from pydantic.dataclasses import dataclass
-
 from megatron_buffer import config_layout as layout
 from megatron_buffer import config_runtime as runtime
-from megatron_buffer.config_base import STRICT, StrategyParams
+from megatron_buffer.config_base import StrategyParams, params_dataclass
 from megatron_buffer.config_compat import check_compatible
 from megatron_buffer.errors import ConfigError
 
@@ -27,7 +25,7 @@ SCHEMA_VERSION = 1
 _PLAIN = re.compile(r'[^\s,:=(){}\[\]\'"]+')
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class CheckpointConfig:
     """What is done about optimizer checkpoints that depend on the layout."""
 
@@ -40,7 +38,7 @@ class CheckpointConfig:
     Megatron made wrong; always: every tensor, whatever Megatron made of it; never: only warn."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ChecksConfig:
     """What is verified while training."""
 

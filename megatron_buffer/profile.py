@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
-from megatron_buffer.config_base import STRICT
+from megatron_buffer.config_base import params_dataclass
 from megatron_buffer.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -29,7 +28,7 @@ _Position = Annotated[int, Field(ge=0)]
 _Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ParamProfile:
     """One trainable parameter."""
 
@@ -51,7 +50,7 @@ class ParamProfile:
     """How often one backward of one micro-batch accumulates into it; a fraction: not in each of them."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class ChunkProfile:
     """One model chunk of one pipeline stage; medians over the steps, means over the ranks."""
 
@@ -71,7 +70,7 @@ class ChunkProfile:
     """Parameters whose place in forward is not the same on all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class World:
     """Parallel sizes of the job that was recorded."""
 
@@ -84,7 +83,7 @@ class World:
     ep: int
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@params_dataclass
 class Profile:
     """A whole file."""
 

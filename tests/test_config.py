@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_buffer import config_catalog, config_words
 from megatron_buffer import config_layout as layout
@@ -30,6 +30,7 @@ from megatron_buffer.config import (
     shipped_configs,
     to_dict,
 )
+from megatron_buffer.config_base import as_json
 from megatron_buffer.config_layout import FixedSizeBucketing, MegatronPadding, ReverseOrder
 from megatron_buffer.errors import ConfigError
 from tests.config_values import choices_of, example_of, mappings_of
@@ -70,10 +71,17 @@ def test_each_axis_is_documented_and_its_default_is_built(key):
         assert all(doc.description for doc in config_catalog.param_docs(cls))
 
 
+@pytest.mark.parametrize('cls', [cls for axis in AXES.values() for cls in axis.strategies.values()])
+def test_a_config_is_dumped_as_pydantic_dumps_it(cls):
+    params = example_of(cls)
+    assert as_json(params) == TypeAdapter(cls).dump_python(params, mode='json')
+    assert TypeAdapter(cls).validate_json(json.dumps(as_json(params)), strict=True) == params
+
+
 def test_params_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MegatronPadding().param_start_elems = 1  # type: ignore[misc]
-    with pytest.raises(ValidationError):
+    with pytest.raises(TypeError):
         MegatronPadding('megatron')  # type: ignore[call-arg]
     with pytest.raises(ValidationError):
         MegatronPadding(param_start_elems=True)

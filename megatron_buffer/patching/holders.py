@@ -40,6 +40,16 @@ _SKIPPED_NAMES = frozenset({'__annotations__', '__builtins__', '__orig_bases__',
 }
 _LEAVES = (str, int, float, bytes, types.NoneType, types.ModuleType, types.BuiltinFunctionType)
 _CONSTANTS: Any = (tuple, frozenset)
+_HOLDERS: Any = (
+    types.FunctionType,
+    type,
+    list,
+    dict,
+    set,
+    *_CONSTANTS,
+    functools.partial,
+    dataclasses.Field,
+)
 METHOD_WRAPPERS: Any = (staticmethod, classmethod)
 _FUNCTIONS_IN: Mapping[type, tuple[str, ...]] = {
     staticmethod: ('__func__',),
@@ -180,16 +190,26 @@ def namespace(module: object) -> dict[str, Any] | None:
 
 def is_own(module_name: object) -> bool:
     """Whether this is the name of one of our modules."""
-    return isinstance(module_name, str) and module_name.partition('.')[0] == OWN_PACKAGE
+    return isinstance(module_name, str) and _root(module_name) == OWN_PACKAGE
 
 
 def _is_shallow(module_name: object) -> bool:
-    return not isinstance(module_name, str) or module_name.partition('.')[0] in _SHALLOW_ROOTS
+    return not isinstance(module_name, str) or _root(module_name) in _SHALLOW_ROOTS
 
 
-def _is_leaf(value: Any) -> bool:
-    # type() and not isinstance(): the latter asks value.__class__, and lazy proxies act on that
-    return issubclass(type(value), _LEAVES)
+@functools.cache
+def _root(module_name: str) -> str:
+    return module_name.partition('.')[0]
+
+
+class _Inspected(dict[type, bool]):
+    """By type: whether its values are looked at; those of others could only be an old object themselves."""
+
+    def __missing__(self, kind: type) -> bool:
+        # issubclass() of type(), not isinstance(), which asks value.__class__: lazy proxies act on that
+        holds = issubclass(kind, _HOLDERS) or kind in _FUNCTIONS_IN
+        self[kind] = holds and not issubclass(kind, _LEAVES)
+        return self[kind]
 
 
 _class_dict: Callable[[type], Mapping[str, Any]] = type.__dict__['__dict__'].__get__
@@ -203,6 +223,7 @@ class _Sweep:
         self.edits: list[Edit] = []
         self.entered = {id(new) for _, new in pairs.values()}
         self.rebuilt: dict[int, tuple[Any, Any]] = {}
+        self.inspected = _Inspected()
 
     def run(self) -> list[Edit]:
         namespaces: set[int] = set()
@@ -213,20 +234,37 @@ class _Sweep:
             if is_own(module_name) or is_own(names.get('__name__')):
                 continue
             namespaces.add(id(names))
-            shallow = _is_shallow(module_name)
-            for name, value in list(names.items()):
-                if id(value) in self.pairs:
-                    self.place(value, item_slot, names, name, (module_name, ':', name))
-                elif not shallow and name not in _SKIPPED_NAMES:
+            if _is_shallow(module_name):
+                self.variables(module_name, names)
+                continue
+            for name, value in self.worth_a_visit(names):
+                if name not in _SKIPPED_NAMES:
                     self.visit(value, item_slot, names, name, (module_name, ':', name), 0)
         self.subclasses()
         return self.edits
+
+    def variables(self, module_name: str, names: dict[str, Any]) -> None:
+        """Exchanges a module's variables, and doesn't look inside them."""
+        if self.pairs.keys().isdisjoint(map(id, names.values())):
+            return
+        for name, value in list(names.items()):
+            if id(value) in self.pairs:
+                self.place(value, item_slot, names, name, (module_name, ':', name))
+
+    def worth_a_visit(self, names: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        """The items that are to be exchanged, or can hold something that is; most can not."""
+        items = list(names.items())  # at once: another thread may be importing
+        return [(key, value) for key, value in items if self.may_hold(value)]
+
+    def may_hold(self, value: Any) -> bool:
+        """Whether a value is to be exchanged, or is of a type that can hold what is."""
+        return self.inspected[type_of(value)] or id(value) in self.pairs
 
     def visit(
         self, value: Any, slot: Callable[..., Slot], owner: Any, key: Any, where: Any, level: int
     ) -> None:
         """Exchanges a value where it is held, and looks inside it."""
-        if not _is_leaf(value):
+        if self.may_hold(value):
             self.place(value, slot, owner, key, where)
             self.enter(value, where, level)
 
@@ -246,6 +284,8 @@ class _Sweep:
             return self.rebuilt[id(value)][1]
         kind = type_of(value)
         new = value
+        if kind is types.FunctionType or kind is type:  # most of what is asked about
+            return value
         if issubclass(kind, _CONSTANTS):
             if level < _MAX_LEVEL and len(value) <= _MAX_ITEMS:
                 items = [self.exchange(item, level + 1) for item in value]
@@ -298,7 +338,8 @@ class _Sweep:
         kind = type_of(value)
         if issubclass(kind, tuple | frozenset):
             for item in value:
-                self.enter(item, where, level + 1)
+                if self.inspected[type_of(item)]:
+                    self.enter(item, where, level + 1)
         elif kind.__module__ not in ('builtins', 'collections'):
             return  # a subclass may do anything when it is written to
         elif issubclass(kind, dict):
@@ -307,7 +348,7 @@ class _Sweep:
                 new = tuple((self.exchange(k, 0), self.exchange(v, 0)) for k, v in old)
                 self.edits.append(Edit(_contents_slot(value, _join(where)), old, new))
                 return
-            for key, item in list(value.items()):
+            for key, item in self.worth_a_visit(value):
                 self.visit(item, item_slot, value, key, (*where, '[', key, ']'), level + 1)
         elif issubclass(kind, set):
             old, new = frozenset(value), frozenset(self.exchange(item, 0) for item in value)
@@ -318,18 +359,18 @@ class _Sweep:
                 self.visit(item, item_slot, value, i, (*where, '[', i, ']'), level + 1)
 
     def function(self, function: types.FunctionType, where: Any) -> None:
-        made_in = function.__globals__.get('__name__')
-        if is_own(made_in) or not self.is_new(function):
-            return
-        if _is_shallow(made_in) and _is_shallow(function.__module__):
-            return
-        if function.__defaults__:
-            label = (*where, ' (defaults)')
-            self.visit(function.__defaults__, attribute_slot, function, '__defaults__', label, 0)
-        keywords = function.__kwdefaults__
-        for name, value in list(keywords.items()) if keywords else ():
-            self.visit(value, item_slot, keywords, name, (*where, ' (', name, '=)'), 0)
+        defaults, keywords = function.__defaults__, function.__kwdefaults__
         cells = function.__closure__ or ()
+        if not (defaults or keywords or cells) or not self.is_new(function):
+            return
+        made_in = function.__globals__.get('__name__')
+        if is_own(made_in) or (_is_shallow(made_in) and _is_shallow(function.__module__)):
+            return
+        if defaults and any(map(self.may_hold, defaults)):
+            label = (*where, ' (defaults)')
+            self.visit(defaults, attribute_slot, function, '__defaults__', label, 0)
+        for name, value in self.worth_a_visit(keywords) if keywords else ():
+            self.visit(value, item_slot, keywords, name, (*where, ' (', name, '=)'), 0)
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             if name == '__class__':  # super() in the original's own methods stands on it
                 continue
@@ -341,11 +382,13 @@ class _Sweep:
             self.visit(value, attribute_slot, cell, 'cell_contents', label, 0)
 
     def class_(self, owner: type) -> None:
+        if not self.is_new(owner):
+            return
         attributes = _class_dict(owner)
         module_name = attributes.get('__module__')
-        if is_own(module_name) or _is_shallow(module_name) or not self.is_new(owner):
+        if is_own(module_name) or _is_shallow(module_name):
             return
-        for name, value in list(attributes.items()):
+        for name, value in self.worth_a_visit(attributes):
             if name not in _SKIPPED_NAMES:
                 label = (module_name, ':', owner.__qualname__, '.', name)
                 self.visit(value, class_slot, owner, name, label, 0)
