@@ -168,7 +168,7 @@ def _count_steps(counter: _Callgrind, turns: int) -> dict[str, float]:
     from megatron_buffer.testing.tiny_gpt import init_parallel
     from megatron_buffer.testing.tiny_model import build_model
 
-    case = step._case({})
+    case = step.case_of({})
     parallel_state.destroy_model_parallel()
     init_parallel(case)
     counts = {'params': float(len(list(build_model(case).parameters())))}
@@ -176,7 +176,7 @@ def _count_steps(counter: _Callgrind, turns: int) -> dict[str, float]:
         with contextlib.ExitStack() as scopes:
             if arm != 'stock':
                 scopes.enter_context(megatron_buffer.activated(step.config_of(arm)))
-            counts[arm] = _per_step(counter, step._megatron_step(case), step.WARM_UP_STEPS, turns)
+            counts[arm] = _per_step(counter, step.megatron_step(case), step.WARM_UP_STEPS, turns)
             gc.collect()
     return counts
 

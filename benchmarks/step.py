@@ -1,22 +1,23 @@
 """A whole training step on gloo ranks: stock, ``upstream``, ``recommended``, and PyTorch's own DDP beside them.
 
 Megatron's schedule, a tiny GPT and its optimizer, with the distributed optimizer and both overlaps; an
-iteration from ``zero_grad_buffer`` to the optimizer's step. In each turn every arm installs its config, wraps the
-model anew, and trains; the slowest rank's time counts, and beside it the CPU time of all ranks, of which what
-others do on the machine is no part. PyTorch's DDP trains the same model with torch's AdamW, so
-its optimizer is another one and holds all of its state on every rank. Peak memory is that of fresh processes, one
-set for each arm: the resident set's growth from before the model was built.
+iteration from ``zero_grad_buffer`` to the optimizer's step. Every arm has processes of its own, which train
+one model throughout and hand the machine on: one arm trains a few steps while the others sleep, then the next
+one, so that what slows the machine down for a second slows down all. The slowest rank's time counts, and
+beside it the CPU time of all ranks, of which what others do on the machine is no part. PyTorch's DDP trains the
+same model with torch's AdamW, so its optimizer is another one and holds all of its state on every rank. Peak
+memory is that of fresh processes, one set for each arm: the resident set's growth from before the model was
+built.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import datetime
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.compare import interleave, quiet, ratio_case
+from benchmarks.compare import quiet, ratio_case
 
 HEADLINE = 'one step of a tiny GPT, 2 ranks, recommended.yaml'
 ARMS = ('upstream', 'recommended', 'recommended, zero_then_add')
@@ -24,76 +25,142 @@ CONFIGS: dict[str, Any] = {'upstream': 'upstream', 'recommended': 'recommended'}
 TORCH = "PyTorch's DDP"
 # The first step counts gradients, and the first three look for weights that are read early (checks.stale_read).
 WARM_UP_STEPS = 4
-# What is trained, on how many ranks, and how many steps a turn takes.
-CASES: dict[str, tuple[int, dict[str, Any], int]] = {
-    'tiny GPT': (2, {}, 6),
-    'small GPT': (2, {'hidden': 128, 'layers': 4, 'bucket_size': 100_000}, 4),
-    'MoE': (2, {'moe': True, 'ep': 2}, 4),
+STEPS_OF_TURN = 3  # that count, after one for what the other arms have taken from the processor's caches
+TURNS_OF_REP = 3  # they are short
+_TIMEOUT_S = 1800
+# What is trained, and on how many ranks.
+CASES: dict[str, dict[str, Any]] = {
+    'tiny GPT': {},
+    'small GPT': {'hidden': 128, 'layers': 4, 'bucket_size': 100_000},
+    'MoE': {'moe': True, 'ep': 2},
 }
+RANKS = (2, 4)
 
 
 def run(reps: int) -> dict[str, Any]:
     """Returns the benchmark's JSON: ``ratio``, ``cases`` and ``memory``."""
-    from megatron_buffer.testing import run_ranks
-
-    cases, memory = [], []
-    for what, (ranks, fields, steps) in CASES.items():
-        names = [*ARMS, *([TORCH] if 'moe' not in fields else [])]
-        by_rank = run_ranks(measure, ranks, fields, names, steps, reps, timeout_s=3600)
-        for kind, of_turn in (('', max), (', CPU', sum)):
-            stock = _of_turns(by_rank, f'stock{kind}', of_turn)
-            cases += [
-                ratio_case(
-                    _of_turns(by_rank, f'{arm}{kind}', of_turn),
-                    stock,
-                    what=f'{arm}: {what}{kind}',
-                    size=f'{ranks} ranks',
-                    steps_per_turn=steps,
-                )
-                for arm in names
-            ]
-        memory += [_memory(arm, what) for arm in ('stock', *names)]
+    cases = [
+        case
+        for what in CASES
+        for ranks in RANKS
+        for case in _cases(what, ranks, reps * TURNS_OF_REP)
+    ]
+    memory = [_memory(arm, what) for what in CASES for arm in _arms_of(what)]
     headline = next(case for case in cases if case['what'] == 'recommended: tiny GPT')
     return {'ratio': headline['ratio'], 'headline': HEADLINE, 'cases': cases, 'memory': memory}
 
 
-def _of_turns(
-    by_rank: list[dict[str, list[float]]], arm: str, of_turn: Callable[[Any], float]
-) -> list[float]:
-    """What ``of_turn`` makes of the times of all ranks, for each turn of an arm."""
-    return [of_turn(turn) for turn in zip(*(of[arm] for of in by_rank), strict=True)]
+def _arms_of(what: str) -> list[str]:
+    return ['stock', *ARMS, *([] if 'moe' in CASES[what] else [TORCH])]
+
+
+def _cases(what: str, ranks: int, turns: int) -> list[dict[str, Any]]:
+    arms = _arms_of(what)
+    of_arms = train_in_turn(CASES[what], arms, ranks, turns)
+    return [
+        ratio_case(
+            [of_turn(times) for times in of_arms[arm]],
+            [of_turn(times) for times in of_arms['stock']],
+            what=f'{arm}: {what}{kind}',
+            size=f'{ranks} ranks',
+            steps_per_turn=STEPS_OF_TURN,
+        )
+        for kind, of_turn in (('', slowest), (', CPU', all_cpu))
+        for arm in arms[1:]
+    ]
+
+
+class Times(NamedTuple):
+    """One rank's seconds for the steps of a turn."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def slowest(times: tuple[Times, ...]) -> float:
+    """The seconds of a turn: those of its slowest rank."""
+    return max(of.wall_s for of in times)
+
+
+def all_cpu(times: tuple[Times, ...]) -> float:
+    """The CPU seconds of all ranks in a turn."""
+    return sum(of.cpu_s for of in times)
+
+
+def train_in_turn(
+    fields: dict[str, Any], arms: list[str], ranks: int, turns: int
+) -> dict[str, list[tuple[Times, ...]]]:
+    """Trains a model under every arm, one arm at a time; per arm the times of all ranks, turn by turn."""
+    import torch.distributed as dist
+
+    from megatron_buffer.testing import run_ranks
+
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    processes = ranks * len(arms)
+    of_processes = run_ranks(
+        measure, processes, store.port, fields, arms, turns, init=False, timeout_s=_TIMEOUT_S
+    )
+    of_arms = [of_processes[first : first + ranks] for first in range(0, processes, ranks)]
+    return {arm: list(zip(*of, strict=True)) for arm, of in zip(arms, of_arms, strict=True)}
+
+
+def measure(
+    process: int, processes: int, port: int, fields: dict[str, Any], arms: list[str], turns: int
+) -> list[Times]:
+    """One rank of one arm: its times, turn by turn."""
+    import torch.distributed as dist
+
+    quiet()
+    ranks = processes // len(arms)
+    place, rank = divmod(process, ranks)
+    timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+    store = dist.TCPStore('127.0.0.1', port, is_master=False, timeout=timeout)
+    of_arm = dist.PrefixStore(f'arm/{place}', store)
+    dist.init_process_group('gloo', store=of_arm, rank=rank, world_size=ranks, timeout=timeout)
+    step = start(arms[place], case_of(fields))
+    number = WARM_UP_STEPS
+    for warm_up in range(number):
+        step(warm_up)
+    if store.add('ready', 1) == processes:
+        store.set('go/0', '')
+    found: list[Times] = []
+    for turn in range(turns):
+        in_turn = place if turn % 2 == 0 else len(arms) - 1 - place
+        slot = turn * len(arms) + in_turn
+        store.wait([f'go/{slot}'])
+        step(number)
+        found.append(_timed([*range(number + 1, number + 1 + STEPS_OF_TURN)], step))
+        number += 1 + STEPS_OF_TURN
+        if store.add(f'done/{slot}', 1) == ranks:
+            store.set(f'go/{slot + 1}', '')
+    return found
+
+
+def _timed(numbers: list[int], step: Callable[[int], None]) -> Times:
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    for number in numbers:
+        step(number)
+    dist.barrier()
+    return Times(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
 
 def _memory(arm: str, what: str) -> dict[str, Any]:
     from megatron_buffer.testing import run_ranks
 
-    ranks, fields, _ = CASES[what]
-    grown = run_ranks(peak_memory, ranks, fields, arm, timeout_s=600)
+    grown = run_ranks(peak_memory, RANKS[0], CASES[what], arm, timeout_s=600)
     return {'what': f'{arm}: {what}', 'peak_growth_bytes': max(grown)}
-
-
-def measure(
-    rank: int, world_size: int, fields: dict[str, Any], names: list[str], steps: int, reps: int
-) -> dict[str, list[float]]:
-    """Per arm: this rank's seconds for ``steps`` steps, per turn; and of its CPU, under ``arm, CPU``."""
-    from megatron_buffer.testing.tiny_gpt import init_parallel
-
-    quiet()
-    init_parallel(_case(fields))
-    cpu: dict[str, list[float]] = {arm: [] for arm in ('stock', *names)}
-    arms = {arm: _turn(arm, fields, steps, cpu[arm]) for arm in cpu}
-    times = interleave(arms, reps, warm_up=1)
-    return times | {f'{arm}, CPU': seconds[-reps:] for arm, seconds in cpu.items()}
 
 
 def peak_memory(rank: int, world_size: int, fields: dict[str, Any], arm: str) -> int:
     """Bytes by which the resident set has grown at most while an arm was built and trained."""
-    from megatron_buffer.testing.tiny_gpt import init_parallel
-
     quiet()
-    init_parallel(_case(fields))
     before = _resident_bytes('VmRSS')
-    _turn(arm, fields, 2, [])()
+    step = start(arm, case_of(fields))
+    for number in range(WARM_UP_STEPS + 2):
+        step(number)
     return _resident_bytes('VmHWM') - before
 
 
@@ -103,7 +170,8 @@ def _resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _case(fields: dict[str, Any]) -> Any:
+def case_of(fields: dict[str, Any]) -> Any:
+    """What is trained: :class:`~megatron_buffer.testing.tiny_gpt.TrainCase` with these fields."""
     from megatron_buffer.testing.tiny_gpt import TrainCase
 
     options = {
@@ -126,40 +194,21 @@ def config_of(arm: str) -> Any:
     return {**shipped, 'accumulation': 'zero_then_add'}
 
 
-def _turn(arm: str, fields: dict[str, Any], steps: int, cpu: list[float]) -> Callable[[], float]:
-    """One turn of an arm: a new model, some steps to warm up, the time of the others; their CPU goes to ``cpu``."""
+def start(arm: str, case: Any) -> Callable[[int], None]:
+    """Installs an arm's config for good and wraps a model; returns its training step."""
+    import megatron_buffer
+    from megatron_buffer.testing.tiny_gpt import init_parallel
 
-    def turn() -> float:
-        import megatron_buffer
-
-        case = _case(fields)
-        with contextlib.ExitStack() as scopes:
-            if arm not in ('stock', TORCH):
-                scopes.enter_context(megatron_buffer.activated(config_of(arm)))
-            step = (_torch_step if arm == TORCH else _megatron_step)(case)
-            seconds = _timed_steps(step, steps, cpu)
-            del step
-            gc.collect()  # activated() refuses to end while a model of ours lives
-        return seconds
-
-    return turn
+    init_parallel(case)
+    if arm == TORCH:
+        return torch_step(case)
+    if arm != 'stock':
+        megatron_buffer.install(config_of(arm))
+    return megatron_step(case)
 
 
-def _timed_steps(step: Callable[[int], None], steps: int, cpu: list[float]) -> float:
-    import torch.distributed as dist
-
-    for number in range(WARM_UP_STEPS):
-        step(number)
-    dist.barrier()
-    begin, begin_cpu = time.perf_counter(), time.process_time()
-    for number in range(steps):
-        step(WARM_UP_STEPS + number)
-    dist.barrier()
-    cpu.append(time.process_time() - begin_cpu)
-    return time.perf_counter() - begin
-
-
-def _megatron_step(case: Any) -> Callable[[int], None]:
+def megatron_step(case: Any) -> Callable[[int], None]:
+    """A training step of whatever is installed."""
     from megatron_buffer.testing.tiny_gpt import run_backward, seed_everything, wrap
 
     seed_everything(case)
@@ -172,7 +221,8 @@ def _megatron_step(case: Any) -> Callable[[int], None]:
     return step
 
 
-def _torch_step(case: Any) -> Callable[[int], None]:
+def torch_step(case: Any) -> Callable[[int], None]:
+    """A training step of the same model with PyTorch's DDP and AdamW."""
     import torch
     import torch.distributed as dist
 

@@ -441,7 +441,7 @@ def _named_chunk(module: torch.nn.Module) -> ModelChunk:
     if parallel_state.model_parallel_is_initialized():
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return ModelChunk(
-        {param: name for name, param in named}, pp_rank, getattr(inner, 'vp_stage', None) or 0
+        {param: name for name, param in named}, pp_rank, getattr(inner, 'vp_stage', None) or 0, {}
     )
 
 

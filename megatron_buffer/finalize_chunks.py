@@ -38,6 +38,28 @@ class Part:
         return iter(self._params)
 
 
+class _Asked:
+    """Stands in for a model chunk, and notes which parameters' gradients are asked for; none has any.
+
+    The chunk is only walked if somebody asks for its parameters: upstream does not where nothing is to be
+    reduced, as without tensor parallelism.
+    """
+
+    def __init__(self, index: int, chunk: Any, found: list[Named]) -> None:
+        self.ddp_config = chunk.ddp_config
+        self._index = index
+        self._chunk = chunk
+        self._found = found
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """As ``torch.nn.Module.named_parameters``."""
+        for name, param in get_attr_wrapped_model(self._chunk, 'named_parameters')():
+            probe = _Probe(param)
+            yield name, probe
+            if probe.asked:
+                self._found.append(Named(self._index, name, param))
+
+
 class _Probe:
     """Stands in for a parameter without a gradient, and remembers whether it was asked for one."""
 
@@ -89,14 +111,9 @@ def cut(params: Iterable[Named], chunk_bytes: int) -> Iterator[list[Named]]:
 
 def _selected(model: Sequence[Any], reduce: Callable[[list[Any]], None]) -> list[Named]:
     """The parameters that upstream would reduce: those whose gradient it asks for."""
-    named = [
-        Named(index, name, param)
-        for index, chunk in enumerate(model)
-        for name, param in get_attr_wrapped_model(chunk, 'named_parameters')()
-    ]
-    probes = [Named(index, name, _Probe(param)) for index, name, param in named]
-    reduce(_parts(model, probes))
-    return [real for real, probe in zip(named, probes, strict=True) if probe.param.asked]
+    found: list[Named] = []
+    reduce([_Asked(index, chunk, found) for index, chunk in enumerate(model)])
+    return found
 
 
 def _parts(model: Sequence[Any], params: Sequence[Named]) -> list[Any]:

@@ -57,9 +57,7 @@ class GradWrites:
         self.gaps_dirty = False
         bits_dtype, self._mark = _MARKS[buffer.grad_dtype]
         self._bits = buffer.grad_data.view(bits_dtype)
-        places = [buffer.param_index_map[param][:2] for param in params]
-        self._views = [buffer.grad_data[start:end] for start, end in places]
-        self._heads = [self._bits[start : start + 1] for start, _ in places]
+        self._places = places = [buffer.param_index_map[param][:2] for param in params]
         adds = [
             param in adding or start == end
             for param, (start, end) in zip(params, places, strict=True)
@@ -67,9 +65,9 @@ class GradWrites:
         self._at_begin = bytes(adds)
         # What lies beside the buffer is copied into it as a whole before the reduction.
         self._zeroed = list(buffer.extra_main_grads) + [
-            view
-            for view, param, add in zip(self._views, params, adds, strict=True)
-            if add and view.numel() and not hasattr(param, 'main_grad_copy_in_grad_buffer')
+            buffer.grad_data[start:end]
+            for (start, end), param, add in zip(places, params, adds, strict=True)
+            if add and start < end and not hasattr(param, 'main_grad_copy_in_grad_buffer')
         ]
         self._starts = torch.tensor(
             [start for (start, _), add in zip(places, adds, strict=True) if not add],
@@ -110,7 +108,9 @@ class GradWrites:
             for index in range(first, len(flags) if last is None else last):
                 if not flags[index]:
                     flags[index] = 1
-                    self._views[index].masked_fill_(self._heads[index] == self._mark, 0)
+                    start, end = self._places[index]
+                    is_marked = self._bits[start : start + 1] == self._mark
+                    self._grad_data[start:end].masked_fill_(is_marked, 0)
 
 
 def _gaps(grad_data: torch.Tensor, places: list[tuple[int, int]]) -> list[torch.Tensor]:

@@ -46,6 +46,8 @@ def shared_storage(module: torch.nn.Module) -> list[Shared]:
     found: list[Shared] = []
     for members in by_device.values():
         members.sort(key=lambda member: member[:2])
+        if all(one[1] <= next_one[0] for one, next_one in itertools.pairwise(members)):
+            continue
         for index, (start, end, name, tensor) in enumerate(members):
             for other_start, _, other_name, other in itertools.islice(members, index + 1, None):
                 if other_start >= end:

@@ -78,6 +78,20 @@ def group_params_for_buffers(
         Per key the parameters and, in the same order, each one's index among those of the same logical
         dtype (needed to load high-precision checkpoints into fp8 parameters).
     """
+    known = runtime_module.current_chunk().grouped
+    if known is None:
+        return _group(params, grad_reduce_in_fp32)
+    question = (grad_reduce_in_fp32, *map(id, params))
+    if question not in known:
+        known[question] = _group(params, grad_reduce_in_fp32)
+    return {
+        key: (list(members), list(indices)) for key, (members, indices) in known[question].items()
+    }
+
+
+def _group(
+    params: Sequence[torch.nn.Parameter], grad_reduce_in_fp32: bool
+) -> dict[BufferKey, tuple[list[torch.nn.Parameter], list[int]]]:
     runtime = runtime_module.current()
     grouped: dict[BufferKey, list[tuple[torch.nn.Parameter, int]]] = {}
     next_index: dict[BufferKey, int] = {}

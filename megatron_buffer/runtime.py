@@ -95,11 +95,13 @@ class ModelChunk(NamedTuple):
         names: Parameter to name in the chunk; empty where upstream hands over bare parameters.
         pp_rank: Pipeline stage.
         vp_stage: Which of the stage's chunks it is; 0 without an interleaved schedule.
+        grouped: Into which buffers its parameters go, once that is known: upstream asks twice.
     """
 
     names: Mapping[Any, str] = MappingProxyType({})
     pp_rank: int = 0
     vp_stage: int = 0
+    grouped: dict[Any, Any] | None = None
 
 
 _installed: Runtime | None = None

@@ -96,19 +96,16 @@ def test_every_case_of_one_process() -> None:
             assert {'ratio', 'interval95', 'verdict', 'ours_s', 'stock_s'} <= case.keys()
 
 
-def _stepped(rank: int, world_size: int) -> dict[str, list[float]]:
-    from benchmarks import step
-
-    arms = [*step.ARMS, step.TORCH]
-    return step.measure(rank, world_size, {'steps': 2}, arms, 1, 1)
-
-
 @pytest.mark.slow
 def test_every_arm_of_a_step() -> None:
-    for times in run_ranks(_stepped, 2, timeout_s=200):
-        arms = ['stock', 'upstream', 'recommended', 'recommended, zero_then_add', "PyTorch's DDP"]
-        assert list(times) == [*arms, *(f'{arm}, CPU' for arm in arms)]
-        assert all(len(turns) == 1 and turns[0] > 0 for turns in times.values())
+    from benchmarks import step
+
+    arms = ['stock', *step.ARMS, step.TORCH]
+    of_arms = step.train_in_turn({'steps': 2}, arms, 2, 2)
+    assert list(of_arms) == arms
+    for turns in of_arms.values():
+        assert [len(of_ranks) for of_ranks in turns] == [2, 2]
+        assert all(times.wall_s > 0 for of_ranks in turns for times in of_ranks)
 
 
 @pytest.mark.slow
