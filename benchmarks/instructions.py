@@ -175,7 +175,7 @@ def _count_steps(counter: _Callgrind, turns: int) -> dict[str, float]:
     for arm in ('stock', *STEP_ARMS):
         with contextlib.ExitStack() as scopes:
             if arm != 'stock':
-                scopes.enter_context(megatron_buffer.activated(step.config_of(arm)))
+                scopes.enter_context(megatron_buffer.activated(arm))
             counts[arm] = _per_step(counter, step.megatron_step(case), step.WARM_UP_STEPS, turns)
             gc.collect()
     return counts

@@ -3,67 +3,75 @@
 Megatron's schedule, a tiny GPT and its optimizer, with the distributed optimizer and both overlaps; an
 iteration from ``zero_grad_buffer`` to the optimizer's step. Every arm has processes of its own, which train
 one model throughout and hand the machine on: one arm trains a few steps while the others sleep, then the next
-one, so that what slows the machine down for a second slows down all. The slowest rank's time counts, and
-beside it the CPU time of all ranks, of which what others do on the machine is no part. PyTorch's DDP trains the
-same model with torch's AdamW, so its optimizer is another one and holds all of its state on every rank. Peak
-memory is that of fresh processes, one set for each arm: the resident set's growth from before the model was
-built.
+one, so that what slows the machine down for a second slows down all. Where a process's memory happens to lie
+makes a difference of some percent for as long as it lives, so each repetition has new processes, and its medians
+are one pair of the sample. The slowest rank's time counts, and beside it the CPU time of all ranks, of which what
+others do on the machine is no part. PyTorch's DDP trains the same model with torch's AdamW, so its optimizer is
+another one and holds all of its state on every rank. Peak memory is that of fresh processes, one set for each
+arm: the resident set's growth from before the model was built.
 """
 
 from __future__ import annotations
 
 import datetime
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.compare import quiet, ratio_case
 
-HEADLINE = 'one step of a tiny GPT, 2 ranks, recommended.yaml'
-ARMS = ('upstream', 'recommended', 'recommended, zero_then_add')
-CONFIGS: dict[str, Any] = {'upstream': 'upstream', 'recommended': 'recommended'}
+HEADLINE = 'one step of a tiny GPT, {} ranks, recommended.yaml'
+ARMS = ('upstream', 'recommended')
 TORCH = "PyTorch's DDP"
 # The first step counts gradients, and the first three look for weights that are read early (checks.stale_read).
 WARM_UP_STEPS = 4
-STEPS_OF_TURN = 3  # that count, after one for what the other arms have taken from the processor's caches
-TURNS_OF_REP = 3  # they are short
+STEPS_OF_TURN = (
+    3  # that count, after one for what the other arms have taken from the processor's caches
+)
+TURNS = 4
 _TIMEOUT_S = 1800
-# What is trained, and on how many ranks.
+# What is trained.
 CASES: dict[str, dict[str, Any]] = {
     'tiny GPT': {},
     'small GPT': {'hidden': 128, 'layers': 4, 'bucket_size': 100_000},
     'MoE': {'moe': True, 'ep': 2},
 }
-RANKS = (2, 4)
 
 
 def run(reps: int) -> dict[str, Any]:
     """Returns the benchmark's JSON: ``ratio``, ``cases`` and ``memory``."""
-    cases = [
-        case
-        for what in CASES
-        for ranks in RANKS
-        for case in _cases(what, ranks, reps * TURNS_OF_REP)
-    ]
-    memory = [_memory(arm, what) for what in CASES for arm in _arms_of(what)]
+    memory = [_memory(arm, what) for what in CASES for arm in arms_of(what)]
+    return {**run_on(2, reps), 'memory': memory}
+
+
+def run_on(ranks: int, reps: int) -> dict[str, Any]:
+    """Every model on so many ranks."""
+    cases = [case for what in CASES for case in _cases(what, ranks, reps)]
     headline = next(case for case in cases if case['what'] == 'recommended: tiny GPT')
-    return {'ratio': headline['ratio'], 'headline': HEADLINE, 'cases': cases, 'memory': memory}
+    return {'ratio': headline['ratio'], 'headline': HEADLINE.format(ranks), 'cases': cases}
 
 
-def _arms_of(what: str) -> list[str]:
+def arms_of(what: str) -> list[str]:
+    """Stock and what is held against it; PyTorch's DDP has no experts."""
     return ['stock', *ARMS, *([] if 'moe' in CASES[what] else [TORCH])]
 
 
-def _cases(what: str, ranks: int, turns: int) -> list[dict[str, Any]]:
-    arms = _arms_of(what)
-    of_arms = train_in_turn(CASES[what], arms, ranks, turns)
+def _cases(what: str, ranks: int, reps: int) -> list[dict[str, Any]]:
+    arms = arms_of(what)
+    found = [train_in_turn(CASES[what], arms, ranks, TURNS) for _ in range(reps)]
+
+    def medians(arm: str, of_turn: Callable[[Any], float]) -> list[float]:
+        per_step = [[of_turn(times) / STEPS_OF_TURN for times in of[arm]] for of in found]
+        return [statistics.median(turns) for turns in per_step]
+
     return [
         ratio_case(
-            [of_turn(times) for times in of_arms[arm]],
-            [of_turn(times) for times in of_arms['stock']],
+            medians(arm, of_turn),
+            medians('stock', of_turn),
             what=f'{arm}: {what}{kind}',
             size=f'{ranks} ranks',
-            steps_per_turn=STEPS_OF_TURN,
+            turns=TURNS,
         )
         for kind, of_turn in (('', slowest), (', CPU', all_cpu))
         for arm in arms[1:]
@@ -150,7 +158,7 @@ def _timed(numbers: list[int], step: Callable[[int], None]) -> Times:
 def _memory(arm: str, what: str) -> dict[str, Any]:
     from megatron_buffer.testing import run_ranks
 
-    grown = run_ranks(peak_memory, RANKS[0], CASES[what], arm, timeout_s=600)
+    grown = run_ranks(peak_memory, 2, CASES[what], arm, timeout_s=600)
     return {'what': f'{arm}: {what}', 'peak_growth_bytes': max(grown)}
 
 
@@ -184,18 +192,8 @@ def case_of(fields: dict[str, Any]) -> Any:
     return TrainCase(**{**options, **fields})
 
 
-def config_of(arm: str) -> Any:
-    """The config that an arm installs: a shipped one, or that with ``zero_then_add``."""
-    if arm in CONFIGS:
-        return CONFIGS[arm]
-    from megatron_buffer.config import load_config, to_dict
-
-    shipped = {k: v for k, v in to_dict(load_config('recommended')).items() if v is not None}
-    return {**shipped, 'accumulation': 'zero_then_add'}
-
-
 def start(arm: str, case: Any) -> Callable[[int], None]:
-    """Installs an arm's config for good and wraps a model; returns its training step."""
+    """Installs an arm's config, which is a shipped one, for good and wraps a model; returns its training step."""
     import megatron_buffer
     from megatron_buffer.testing.tiny_gpt import init_parallel
 
@@ -203,7 +201,7 @@ def start(arm: str, case: Any) -> Callable[[int], None]:
     if arm == TORCH:
         return torch_step(case)
     if arm != 'stock':
-        megatron_buffer.install(config_of(arm))
+        megatron_buffer.install(arm)
     return megatron_step(case)
 
 

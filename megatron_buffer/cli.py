@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from megatron_buffer import __version__
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(arguments: Container[str]) -> argparse.ArgumentParser:
     """The parser of all commands; of those that ``arguments`` don't name, no module is imported."""
     parser = argparse.ArgumentParser(
         prog='megatron-buffer',

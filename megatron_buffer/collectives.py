@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -88,6 +88,38 @@ class GradCollective(Protocol):
         ...
 
 
+def launch_together(
+    launches: Sequence[Sequence[int]], start: Callable[[int], Any], pg: Any, async_op: bool
+) -> Sequence[Waitable]:
+    """Starts a collective for each bucket; those of one launch are coalesced into one.
+
+    A launch of a single bucket does without torch's coalescing manager, whose bookkeeping takes longer than
+    starting the collective. The collective, and so its bits, are the same.
+
+    Args:
+        launches: Positions of the buckets of each launch.
+        start: Starts the collective of the bucket at a position; returns torch's handle if ``async_op``.
+        pg: The process group.
+        async_op: What ``start`` passes on.
+
+    Returns:
+        What to wait for, nothing unless ``async_op``.
+    """
+    handles: list[Waitable] = []
+    for indices in launches:
+        if len(indices) == 1:
+            handle = start(indices[0])
+        else:
+            with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
+                for index in indices:
+                    start(index)
+        handles.append(handle)
+    assert (
+        not async_op or None not in handles
+    ), 'torch returns a handle for every asynchronous launch'
+    return handles if async_op else []
+
+
 class AllReduce:
     """Sums (or averages) whole buckets in place; every rank gets everything."""
 
@@ -100,15 +132,12 @@ class AllReduce:
     ) -> Sequence[Waitable]:
         """One coalesced launch over the group's buckets of one dtype."""
         pg, op = group.communication_group, _reduce_op(plan)
-        handles: list[Waitable] = []
-        for indices in group.grad_reduce_launches:
-            with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
-                for index in indices:
-                    dist.all_reduce(
-                        group.buckets[index].grad_data, op=op, group=pg, async_op=async_op
-                    )
-            handles.append(handle)
-        return handles if async_op else []
+
+        def reduce(index: int) -> Any:
+            whole = group.buckets[index].grad_data
+            return dist.all_reduce(whole, op=op, group=pg, async_op=async_op)
+
+        return launch_together(group.grad_reduce_launches, reduce, pg, async_op)
 
 
 class ReduceScatter:
@@ -124,19 +153,12 @@ class ReduceScatter:
         """One coalesced launch over the group's buckets of one dtype."""
         pg, op = group.communication_group, _reduce_op(plan)
         reduce_scatter = _plain_reduce_scatter()
-        handles: list[Waitable] = []
-        for indices in group.grad_reduce_launches:
-            with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
-                for index in indices:
-                    reduce_scatter(
-                        group.owned_grad_shard(index),
-                        group.buckets[index].grad_data,
-                        op=op,
-                        group=pg,
-                        async_op=async_op,
-                    )
-            handles.append(handle)
-        return handles if async_op else []
+
+        def reduce(index: int) -> Any:
+            owned, whole = group.owned_grad_shard(index), group.buckets[index].grad_data
+            return reduce_scatter(owned, whole, op=op, group=pg, async_op=async_op)
+
+        return launch_together(group.grad_reduce_launches, reduce, pg, async_op)
 
 
 def _plain_reduce_scatter() -> Any:
@@ -255,20 +277,22 @@ def _all_reduce_across_instances(group: ParamAndGradBucketGroup, plan: ScalingPl
     pg = group.inter_distributed_optimizer_instance_group
     assert pg is not None, 'DDP sets the inter-instance group of every bucket group'
     op = dist.ReduceOp.AVG if plan.op == 'avg' else dist.ReduceOp.SUM
-    for indices in group.grad_reduce_launches:
-        with _pgb._coalescing_manager(pg, async_ops=False):
-            for index in indices:
-                dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
+
+    def add_up(index: int) -> Any:
+        return dist.all_reduce(group.owned_grad_shard(index), op=op, group=pg, async_op=False)
+
+    launch_together(group.grad_reduce_launches, add_up, pg, async_op=False)
 
 
 def _gather_grads(group: ParamAndGradBucketGroup) -> None:
     """Every rank of an instance gets the reduced gradients of all owners, bit for bit."""
     pg = group.communication_group
-    for indices in group.grad_reduce_launches:
-        with _pgb._coalescing_manager(pg, async_ops=False):
-            for index in indices:
-                whole = group.buckets[index].grad_data
-                dist.all_gather_into_tensor(whole, group.owned_grad_shard(index), group=pg)
+
+    def gather(index: int) -> Any:
+        whole = group.buckets[index].grad_data
+        return dist.all_gather_into_tensor(whole, group.owned_grad_shard(index), group=pg)
+
+    launch_together(group.grad_reduce_launches, gather, pg, async_op=False)
 
 
 def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Waitable | None:
@@ -282,17 +306,12 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
         A handle when ``async_op``, else None.
     """
     pg = group.communication_group
-    handles: list[Waitable] = []
-    for launch in group.param_gather_launches:
-        with _pgb._coalescing_manager(pg, async_ops=async_op) as handle:
-            for index in launch:
-                _pgb.dist_all_gather_func(
-                    group.buckets[index].param_data,
-                    group.owned_param_shard(index),
-                    group=pg,
-                    async_op=async_op,
-                )
-        handles.append(handle)
+
+    def gather(index: int) -> Any:
+        whole, owned = group.buckets[index].param_data, group.owned_param_shard(index)
+        return _pgb.dist_all_gather_func(whole, owned, group=pg, async_op=async_op)
+
+    handles = launch_together(group.param_gather_launches, gather, pg, async_op)
     if not async_op:
         return None
     return handles[0] if len(handles) == 1 else Handles(handles)

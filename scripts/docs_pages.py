@@ -222,7 +222,7 @@ def _keys(data: Any, indent: str = '') -> list[str]:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    parser = cli._parser()
+    parser = cli._parser(cli.COMMANDS)
     (subcommands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(subcommands.choices)
 

@@ -36,7 +36,9 @@ def _command(*arguments: str, limit_s: int = 240) -> subprocess.CompletedProcess
 def test_a_typo_is_one_sentence() -> None:
     done = _command('hook')
     assert done.returncode == 2
-    assert "no benchmark 'hook'; there are hooks, accumulate, step, startup, gpu" in done.stderr
+    assert (
+        "no benchmark 'hook'; there are hooks, accumulate, step, step4, startup, gpu" in done.stderr
+    )
 
 
 def test_without_a_gpu_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_every_arm_of_a_step() -> None:
     from benchmarks import step
 
     arms = ['stock', *step.ARMS, step.TORCH]
-    of_arms = step.train_in_turn({'steps': 2}, arms, 2, 2)
+    of_arms = step.train_in_turn({'steps': 2}, arms, 2, turns=2)
     assert list(of_arms) == arms
     for turns in of_arms.values():
         assert [len(of_ranks) for of_ranks in turns] == [2, 2]

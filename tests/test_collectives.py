@@ -5,7 +5,6 @@ Contributions are small integers, so that every sum is exact in every dtype and 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import run_ranks
 
@@ -143,20 +143,30 @@ def test_every_reduction_equals_the_closed_form(overlap: bool, world_size: int) 
 
 
 def _launches(rank: int, world_size: int) -> list[list[int]]:
-    """The number of coalesced launches of each collective, for one gradient dtype and for two."""
+    """The number of launches of each collective in c10d, for one gradient dtype and for two."""
     from megatron_buffer.collectives import launch_grad_reduce
     from megatron_buffer.strategies.reduce import ReduceChoice
     from megatron_buffer.strategies.scaling import UNSCALED
 
-    pgb: Any = importlib.import_module('megatron.core.distributed.param_and_grad_buffer')
-    manager = pgb._coalescing_manager
     launched: list[str] = []
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        launched.append(kind)
-        return manager(*args, **kwargs)
+    def counting(method: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            launched.append(kind)
+            return method(*args, **kwargs)
 
-    pgb._coalescing_manager = counting
+        return launch
+
+    for name in (
+        'allreduce',
+        'allreduce_coalesced',
+        '_reduce_scatter_base',
+        'reduce_scatter_single',
+        'reduce_scatter_tensor_coalesced',
+        'reduce_scatter_single_coalesced',
+    ):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, counting(getattr(dist.ProcessGroup, name)))
     found = []
     for mixed in (False, True):
         group = make_group('bf16', dist_opt=True, overlap=True, mixed=mixed)
