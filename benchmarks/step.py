@@ -26,9 +26,8 @@ ARMS = ('upstream', 'recommended')
 TORCH = "PyTorch's DDP"
 # The first step counts gradients, and the first three look for weights that are read early (checks.stale_read).
 WARM_UP_STEPS = 4
-STEPS_OF_TURN = (
-    3  # that count, after one for what the other arms have taken from the processor's caches
-)
+# Those that count, after one for what the other arms have taken from the processor's caches.
+STEPS_OF_TURN = 3
 TURNS = 4
 _TIMEOUT_S = 1800
 # What is trained.

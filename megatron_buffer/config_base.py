@@ -40,9 +40,9 @@ def params_dataclass[T](cls: type[T]) -> type[T]:
     fill = made.__init__
 
     @functools.wraps(fill)
-    def init(self: Any, **values: Any) -> None:
-        if values:
-            adapter(made).validator.validate_python(ArgsKwargs((), values), self_instance=self)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        if args or values:
+            adapter(made).validator.validate_python(ArgsKwargs(args, values), self_instance=self)
         else:
             fill(self)
 

@@ -9,16 +9,15 @@ logarithm. Imports neither torch nor megatron. Upstream has no counterpart: its 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
-from megatron_buffer.config_base import params_dataclass
+from megatron_buffer.config_base import adapter, params_dataclass
 from megatron_buffer.config_yaml import did_you_mean, parse, read_file
 from megatron_buffer.errors import ConfigError
 
@@ -194,15 +193,10 @@ def changed(network: Network, values: Mapping[Any, Any], where: str) -> Network:
         for key, value in plain.items()
     }
     try:
-        return _adapter().validate_json(json.dumps(numbers, default=str))
+        return adapter(Network).validate_json(json.dumps(numbers, default=str))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = str(first['loc'][0]) if first['loc'] else ''
         raise ConfigError(
             f'{where}: {key}: found {plain.get(key)!r}: {first["msg"].lower()}', yaml_path=key
         ) from None
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Network]:
-    return TypeAdapter(Network)

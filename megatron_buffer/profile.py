@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from megatron_buffer.config_base import params_dataclass
+from megatron_buffer.config_base import adapter, params_dataclass
 from megatron_buffer.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -105,7 +105,7 @@ def chunk_key(pp_rank: int, vp_stage: int) -> str:
 
 def dump_profile(profile: Profile) -> str:
     """The profile as JSON, a line per parameter; equal profiles give equal text."""
-    plain: dict[str, Any] = _adapter().dump_python(profile, mode='json')
+    plain: dict[str, Any] = adapter(Profile).dump_python(profile, mode='json')
     chunks: dict[str, dict[str, Any]] = plain.pop('chunks')
     lines = [f'{json.dumps(key)}: {json.dumps(value)}' for key, value in plain.items()]
     texts: list[str] = []
@@ -183,7 +183,7 @@ def load_profile(path: str, asked_by: str = _YAML_PATH) -> Profile:
             'it again',
         )
     try:
-        profile = _adapter().validate_json(text, strict=True)
+        profile = adapter(Profile).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = '.'.join(str(part) for part in first['loc'])
@@ -224,11 +224,6 @@ def _error(asked_by: str, path: str, problem: str) -> ConfigError:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Profile]:
-    return TypeAdapter(Profile)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def test_a_config_is_dumped_as_pydantic_dumps_it(cls):
 def test_params_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MegatronPadding().param_start_elems = 1  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(ValidationError):
         MegatronPadding('megatron')  # type: ignore[call-arg]
     with pytest.raises(ValidationError):
         MegatronPadding(param_start_elems=True)
