@@ -16,6 +16,7 @@ from megatron_buffer.bucket_groups import ParamAndGradBucketGroup
 from megatron_buffer.checkpointing import CheckpointedOptimizer
 from megatron_buffer.collectives import reduce_scatter_global_preserved
 from megatron_buffer.param_layout import compute_per_buffer_param_layout
+from megatron_buffer.shard_copies import ShardCopies, copies_plainly
 from megatron_buffer.strategies.gather import chain_heads
 
 _do = importlib.import_module('megatron.core.optimizer.distrib_optimizer')
@@ -30,6 +31,8 @@ class DistributedOptimizer(CheckpointedOptimizer):
     The constructor partitions buckets once more for a list that nobody reads; the process-wide
     reduce-scatter function that upstream sets while doing so is put back.
     """
+
+    _copies: ShardCopies | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with reduce_scatter_global_preserved():
@@ -47,6 +50,32 @@ class DistributedOptimizer(CheckpointedOptimizer):
         return compute_per_buffer_param_layout(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
+
+    @torch.no_grad()
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """By slices that were looked up once; upstream: ``_copy_model_grads_to_main_grads``."""
+        copies = self._shard_copies()
+        if copies is None:
+            super()._copy_model_grads_to_main_grads()
+        else:
+            copies.hand_over_grads()
+
+    @torch.no_grad()
+    def _copy_main_params_to_model_params(self) -> None:
+        """All parameters of a dtype at once; upstream: ``_copy_main_params_to_model_params``."""
+        copies = self._shard_copies()
+        if copies is None:
+            super()._copy_main_params_to_model_params()
+        else:
+            copies.write_params()
+
+    def _shard_copies(self) -> ShardCopies | None:
+        """The slices, looked up again if anything was replaced; None where upstream does more than copy."""
+        if not copies_plainly(self):
+            return None
+        if self._copies is None or not self._copies.hold(self):
+            self._copies = ShardCopies(self)
+        return self._copies
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         'late_grads',
         'prediction',
         'gather_guard',
+        'shard_copies',
     ),
     ('buffer', 'recording*', 'gather_chain', 'checkpoint*', 'param_checks', 'embedding_agreement'),
     ('bucket_groups',),

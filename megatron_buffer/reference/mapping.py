@@ -19,7 +19,9 @@ FOLDER = Path(__file__).with_name('mapping')
 PACKAGE = 'megatron_buffer'
 
 type Relation = Literal['extends', 'replaces', 'strategy', 'wraps', 'calls', 'observed']
-type Kind = Literal['strategy', 'fix', 'error', 'check', 'cpu', 'version', 'measure', 'super']
+type Kind = Literal[
+    'strategy', 'fix', 'error', 'check', 'cpu', 'version', 'measure', 'speed', 'super'
+]
 
 RELATIONS: Mapping[str, str] = {
     'extends': "ours calls upstream's through super()",
@@ -37,6 +39,7 @@ KINDS: Mapping[str, str] = {
     'cpu': 'lets it run without a GPU',
     'version': 'bridges versions of megatron-core',
     'measure': 'looks on and changes nothing',
+    'speed': 'does the same with less work',
     'super': "upstream's own code does it",
 }
 _STRICT = ConfigDict(extra='forbid')

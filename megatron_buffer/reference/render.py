@@ -37,6 +37,7 @@ STYLES = {
     'cpu': 'dim',
     'version': 'dim',
     'measure': 'dim',
+    'speed': 'dim',
     'super': 'dim',
 }
 _SIGN_STYLES = {'gone': 'bold yellow', 'new': 'bold blue', 'moved': 'bold magenta', 'like': 'bold'}
