@@ -1,8 +1,6 @@
 """``python -m megatron_buffer`` is the command ``megatron-buffer``."""
 
-import sys
-
-from megatron_buffer.cli import main
+from megatron_buffer.cli import process
 
 if __name__ == '__main__':
-    sys.exit(main())
+    process()

@@ -133,6 +133,19 @@ def test_a_reader_that_goes_away_is_no_error():
     assert process.stderr == ''
 
 
+@pytest.mark.parametrize('command', ['schema', 'strategies --json', 'validate upstream nope'])
+def test_a_process_that_frees_nothing_has_said_all_and_ends_with_its_code(command, capsys):
+    code = cli.main(command.split())
+    said = capsys.readouterr()
+    process = subprocess.run(
+        [sys.executable, '-m', 'megatron_buffer', *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (code, said.out, said.err)
+
+
 @pytest.mark.parametrize('command', ['validate upstream --json', 'schema', 'strategies'])
 def test_torch_and_megatron_stay_unimported(command):
     code = (
