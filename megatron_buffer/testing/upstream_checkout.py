@@ -17,8 +17,11 @@ from megatron_buffer.patching.targets import RELIED_UPON, TARGETS
 
 UNIT_TESTS = 'tests/unit_tests'
 
-_FOLDERS = (f'{UNIT_TESTS}/distributed',)
+_FOLDERS = (f'{UNIT_TESTS}/distributed', f'{UNIT_TESTS}/optimizer')
 _FILES = (
+    f'{UNIT_TESTS}/test_optimizer.py',
+    f'{UNIT_TESTS}/test_optimizer_cpu_offloading.py',
+    f'{UNIT_TESTS}/test_lion_optimizer.py',
     f'{UNIT_TESTS}/test_wrap_model_chunks_with_ddp.py',
     f'{UNIT_TESTS}/test_layer_wise_optimizer.py',
     f'{UNIT_TESTS}/dist_checkpointing/test_optimizer.py',
