@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.compare import CannotRun, machine
 
 NAMES = (
-    *('hooks', 'accumulate', 'step', 'step4', 'startup'),
+    *('hooks', 'accumulate', 'copies', 'step', 'step4', 'startup'),
     *('gpu', 'overlap', 'network', 'instructions'),
 )
 

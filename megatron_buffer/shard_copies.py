@@ -29,30 +29,23 @@ class ShardCopies:
         pairs = list(_pairs(optimizer))
         self._models = [model for model, _ in pairs]
         self._mains = [main for _, main in pairs]
-        self._main_grads = [model.main_grad for model in self._models]
-        ranges = [optimizer._get_model_param_range_map(model) for model in self._models]
-        self._grad_shards = [
-            grad.view(-1)[of['param'].start : of['param'].end]
-            for grad, of in zip(self._main_grads, ranges, strict=True)
-        ]
+        self._main_grads = list(map(_MAIN_GRAD, self._models))
         buckets = [_bucket(optimizer, model) for model in self._models]
         self._buckets = list({id(bucket): bucket for bucket in buckets}.values())
-        self._param_data = [bucket.param_data for bucket in self._buckets]
-        # With a version counter of their own, as upstream's: a step must not look like an in-place
-        # change to a graph that was kept.
-        param_shards = [
-            bucket.param_data.view(-1)[in_bucket.start : in_bucket.end].data
-            for bucket, in_bucket in zip(
-                buckets, (of['gbuf_world_in_bucket'] for of in ranges), strict=True
-            )
-        ]
-        shards = zip(self._mains, self._grad_shards, param_shards, strict=True)
-        self._writes: dict[torch.dtype, tuple[list[Any], list[Any]]] = {}
-        for main, grad, param in shards:
+        self._param_data = list(map(_PARAM_DATA, self._buckets))
+        self._grads: list[tuple[Any, torch.Tensor]] = []
+        self._writes: dict[torch.dtype, tuple[list[torch.Tensor], list[Any]]] = {}
+        for model, main, bucket in zip(self._models, self._mains, buckets, strict=True):
+            ranges = optimizer._get_model_param_range_map(model)
+            grad = _slice(model.main_grad, ranges['param'])
+            # With a version counter of its own, as upstream's: a step must not look like an in-place
+            # change to a graph that was kept.
+            param = _slice(bucket.param_data, ranges['gbuf_world_in_bucket']).data
             assert main.numel() == grad.numel() == param.numel(), 'a main parameter is one shard'
-            to, come_from = self._writes.setdefault(param.dtype, ([], []))
-            to.append(param)
-            come_from.append(main)
+            self._grads.append((main, grad))
+            shards, mains = self._writes.setdefault(param.dtype, ([], []))
+            shards.append(param)
+            mains.append(main)
 
     def hold(self, optimizer: Any) -> bool:
         """Whether gradients, buckets and main parameters are still those that were looked up."""
@@ -65,8 +58,8 @@ class ShardCopies:
 
     def hand_over_grads(self) -> None:
         """Gives every main parameter its gradient in fp32: the slice itself, or a copy from another dtype."""
-        for main, shard in zip(self._mains, self._grad_shards, strict=True):
-            main.grad = shard.detach().float()
+        for main, shard in self._grads:
+            main.grad = shard.detach() if shard.dtype == torch.float32 else shard.float()
 
     def write_params(self) -> None:
         """Writes every main parameter into its slice of the parameter buffer, in the buffer's dtype."""
@@ -101,6 +94,10 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 def _bucket(optimizer: Any, model: Any) -> Any:
     buffer, _, bucket = optimizer.model_param_gbuf_map[model]
     return optimizer.buffers[buffer].buckets[bucket]
+
+
+def _slice(whole: torch.Tensor, part: Any) -> torch.Tensor:
+    return whole.view(-1)[part.start : part.end]
 
 
 def _same(known: Sequence[Any], now: Sequence[Any]) -> bool:
