@@ -37,7 +37,8 @@ def test_a_typo_is_one_sentence() -> None:
     done = _command('hook')
     assert done.returncode == 2
     assert (
-        "no benchmark 'hook'; there are hooks, accumulate, step, step4, startup, gpu" in done.stderr
+        "no benchmark 'hook'; there are hooks, accumulate, copies, step, step4, startup, gpu"
+        in done.stderr
     )
 
 
@@ -80,9 +81,11 @@ def test_bytes_per_element() -> None:
 
 def _small(rank: int, world_size: int) -> list[dict[str, Any]]:
     """The GPU's benchmark with small sizes on a CPU, and the others' cases as small."""
-    from benchmarks import accumulate, gpu, hooks
+    from benchmarks import accumulate, copies, gpu, hooks
 
-    cases = gpu.measure(rank, world_size, 1, gpu.SMALL_SIZES, 'cpu')
+    copies.SIZES = (20,)
+    cases = copies.measure(rank, world_size, 1)
+    cases += gpu.measure(rank, world_size, 1, gpu.SMALL_SIZES, 'cpu')
     hooks.SIZES, accumulate.NUM_PARAMS, accumulate.PARAM_ELEMS = (20,), 2, 64
     return cases + hooks.measure(rank, world_size, 1) + accumulate.measure(rank, world_size, 1)
 
@@ -93,6 +96,7 @@ def test_every_case_of_one_process() -> None:
         assert {
             *('accumulate: first_write, average', 'backward: recommended', 'step: upstream'),
             *('last micro-batch', 'zero_grad_buffer', 'first_write, shard_postscale'),
+            *('updated parameters into the buffer', 'bf16 gradients to main parameters'),
         } <= {case['what'] for case in cases}
         for case in cases:
             assert {'ratio', 'interval95', 'verdict', 'ours_s', 'stock_s'} <= case.keys()
@@ -111,7 +115,7 @@ def test_every_arm_of_a_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['hooks', 'accumulate', 'step', 'startup'])
+@pytest.mark.parametrize('name', ['hooks', 'accumulate', 'copies', 'step', 'startup'])
 def test_each_benchmark_as_a_command(name: str, tmp_path: Path) -> None:
     done = _command(name, '--reps', '1', '--json', str(tmp_path / 'out.json'))
     assert done.returncode == 0, done.stderr
