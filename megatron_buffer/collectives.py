@@ -26,6 +26,16 @@ _pgb: Any = importlib.import_module('megatron.core.distributed.param_and_grad_bu
 _fp32_rs = importlib.import_module(
     'megatron.core.distributed.reduce_scatter_with_fp32_accumulation'
 )
+# Newer torch has these under other names, and warns at each call by the old one, which takes longer than the
+# launch. Megatron-Core calls them by the old names.
+_NAMED_ANEW: dict[Any, Any] = {
+    getattr(dist, old): getattr(dist, new)
+    for old, new in (
+        ('all_gather_into_tensor', 'all_gather_single'),
+        ('reduce_scatter_tensor', 'reduce_scatter_single'),
+    )
+    if hasattr(dist, new)
+}
 
 
 class Waitable(Protocol):
@@ -165,8 +175,14 @@ def _plain_reduce_scatter() -> Any:
     """Upstream's module-level function, unless a stock model has set it to the one with fp32 sums."""
     function = _pgb.dist_reduce_scatter_func
     if function is _fp32_rs.reduce_scatter_with_fp32_accumulation:
-        return dist.reduce_scatter_tensor
-    return function
+        function = dist.reduce_scatter_tensor
+    return _NAMED_ANEW.get(function, function)
+
+
+def _all_gather() -> Any:
+    """Upstream's module-level function."""
+    function = _pgb.dist_all_gather_func
+    return _NAMED_ANEW.get(function, function)
 
 
 class UpstreamAllToAll:
@@ -287,10 +303,11 @@ def _all_reduce_across_instances(group: ParamAndGradBucketGroup, plan: ScalingPl
 def _gather_grads(group: ParamAndGradBucketGroup) -> None:
     """Every rank of an instance gets the reduced gradients of all owners, bit for bit."""
     pg = group.communication_group
+    all_gather = _all_gather()
 
     def gather(index: int) -> Any:
         whole = group.buckets[index].grad_data
-        return dist.all_gather_into_tensor(whole, group.owned_grad_shard(index), group=pg)
+        return all_gather(whole, group.owned_grad_shard(index), group=pg)
 
     launch_together(group.grad_reduce_launches, gather, pg, async_op=False)
 
@@ -306,10 +323,11 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
         A handle when ``async_op``, else None.
     """
     pg = group.communication_group
+    all_gather = _all_gather()
 
     def gather(index: int) -> Any:
         whole, owned = group.buckets[index].param_data, group.owned_param_shard(index)
-        return _pgb.dist_all_gather_func(whole, owned, group=pg, async_op=async_op)
+        return all_gather(whole, owned, group=pg, async_op=async_op)
 
     handles = launch_together(group.param_gather_launches, gather, pg, async_op)
     if not async_op:

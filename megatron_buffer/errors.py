@@ -155,6 +155,7 @@ class _FailureWatch:
         self.pid = os.getpid()
         self.seen: Failure | None = None
         self.delivered = threading.Event()
+        self._delivery = threading.Lock()
         self._poll_s = max(_POLL_S, world_size / _MAX_REQUESTS_PER_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -186,10 +187,20 @@ class _FailureWatch:
             first = Failure(*json.loads(found)) if found else failure
             if first == failure:
                 self._wait_for_acks()
+            else:
+                self._is_told(first)
             return first
         except Exception as error:  # the store's host may already be gone
             logger.debug('could not post a failure: %s', error)
             return self.seen or failure
+
+    def _is_told(self, first: Failure) -> None:
+        """The main thread has failed by itself, and learns here who was first: nothing is raised in it later,
+        when it may be writing down its error.
+        """
+        with self._delivery:
+            self.seen = first
+            self.delivered.set()
 
     def _wait_for_acks(self) -> None:
         """Stays a moment, so that a store hosted by this process outlives the news."""
@@ -255,12 +266,15 @@ class _FailureWatch:
 
     def _take_down(self, failure: Failure) -> None:
         """Raises in the main thread; ends the process if the main thread cannot be reached."""
-        sys.stderr.write(
-            f'megatron-buffer: rank {failure.rank} failed: {failure.reason}; rank {self.rank} stops\n'
-        )
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._main_thread_id or 0), ctypes.py_object(RankFailure)
-        )
+        with self._delivery:
+            if self.delivered.is_set():  # it failed too, and knows
+                return
+            sys.stderr.write(
+                f'megatron-buffer: rank {failure.rank} failed: {failure.reason}; rank {self.rank} stops\n'
+            )
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._main_thread_id or 0), ctypes.py_object(RankFailure)
+            )
         if self.delivered.wait(_GRACE_S) or self._stop.is_set():
             return
         sys.stderr.write(

@@ -63,6 +63,32 @@ def test_the_other_ranks_report_the_first_ranks_reason(how: str, reason: str) ->
         assert outcomes[rank].error == f'rank 1 failed first: {reason}'
 
 
+def _fail_after_another(rank: int, world_size: int) -> str:
+    """Rank 0 fails when rank 1 has, before its watch looks again; says what it was told, and that this was all."""
+    from megatron_buffer import errors
+
+    errors._POLL_S = 1.5
+    assert errors.start_watch()
+    watch = errors._watch
+    assert watch is not None
+    said = ''
+    try:
+        with errors.guard():
+            if rank == 0:
+                watch.store.wait([errors._FAILURE_KEY])
+            raise ValueError(f'rank {rank} has found a NaN')
+    except (ValueError, errors.RankFailure) as error:
+        said = str(error)
+    watch._thread.join(timeout=LONG_S)  # where an error would be written down, here the watch is waited for
+    return said
+
+
+def test_a_rank_that_fails_too_is_told_once() -> None:
+    first, second = run_ranks(_fail_after_another, 2, timeout_s=LONG_S)
+    assert first == 'rank 1 failed first: ValueError: rank 1 has found a NaN'
+    assert second == 'rank 1 has found a NaN'
+
+
 def test_a_rank_stuck_in_a_collective_is_ended_with_the_reason() -> None:
     outcomes, _ = _run('post')
     for rank in (0, 2):
