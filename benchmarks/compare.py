@@ -81,6 +81,18 @@ def ratio_case(ours: list[float], stock: list[float], **more: Any) -> dict[str, 
     }
 
 
+def per_param_case(what: str, size: int, ours: list[float], stock: list[float]) -> dict[str, Any]:
+    """:func:`ratio_case` of a model of ``size`` parameters, with the microseconds of each."""
+    return ratio_case(
+        ours,
+        stock,
+        what=what,
+        params=size,
+        ours_us_per_param=1e6 * statistics.median(ours) / size,
+        stock_us_per_param=1e6 * statistics.median(stock) / size,
+    )
+
+
 def median_interval(sample: list[float]) -> tuple[float, float]:
     """The 95 % interval of the median; the whole range where the sample is too small for one."""
     ordered, n = sorted(sample), len(sample)

@@ -1,18 +1,18 @@
 """The optimizer's copies: reduced gradients to main parameters, and updated ones back into the buffer.
 
 Both ways on one optimizer of ours, with bf16 parameters and fp32 main ones: ours, and the bodies of stock's
-methods. Gradients are handed over from an fp32 buffer, which copies nothing, and from one in bf16. Parameters of 8 elements, so what is measured is looking them up and starting the copies.
+methods. Gradients are handed over from an fp32 buffer, which copies nothing, and from one in bf16. Parameters
+of 8 elements, so what is measured is looking them up and starting the copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.compare import cpu_timed, interleave, quiet, ratio_case
+from benchmarks.compare import cpu_timed, interleave, per_param_case, quiet
 
 HEADLINE = 'updated parameters into the buffer; the worst of the sizes'
 SIZES = (100, 1_000, 10_000)
@@ -55,16 +55,7 @@ def _of_size(size: int, reps: int) -> list[dict[str, Any]]:
         optimizer = optimizers[fp32_grads]
         arms = {'ours': cpu_timed(getattr(optimizer, method)), 'stock': _stocks(optimizer, method)}
         times = interleave(arms, reps)
-        cases.append(
-            ratio_case(
-                times['ours'],
-                times['stock'],
-                what=what,
-                params=size,
-                ours_us_per_param=1e6 * statistics.median(times['ours']) / size,
-                stock_us_per_param=1e6 * statistics.median(times['stock']) / size,
-            )
-        )
+        cases.append(per_param_case(what, size, times['ours'], times['stock']))
     return cases
 
 
@@ -72,21 +63,13 @@ def _stocks(optimizer: Any, method: str) -> Callable[[], float]:
     """Stock's method, called on this optimizer as its step does, without gradients."""
     import torch
 
-    stock = next(
-        cls
-        for cls in type(optimizer).__mro__
-        if cls.__module__.startswith('megatron.') and method in vars(cls)
-    )
+    from megatron_buffer.checkpointing import CheckpointedOptimizer
 
-    def body() -> None:
-        with torch.no_grad():
-            getattr(stock, method)(optimizer)
-
-    return cpu_timed(body)
+    return cpu_timed(torch.no_grad()(getattr(super(CheckpointedOptimizer, optimizer), method)))
 
 
 def _optimizer(size: int, fp32_grads: bool) -> Any:
-    """The distributed optimizer of a model of so many bf16 parameters, after one backward pass."""
+    """The distributed optimizer of a model of so many bf16 parameters, their gradients reduced."""
     import torch
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

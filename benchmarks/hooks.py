@@ -7,10 +7,9 @@ off. One parameter of each bucket group is left out, so that no collective is st
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-from benchmarks.compare import cpu_timed, interleave, quiet, ratio_case
+from benchmarks.compare import cpu_timed, interleave, per_param_case, quiet
 
 SIZES = (100, 1_000, 10_000)
 PARAM_ELEMS = 8
@@ -81,22 +80,11 @@ def _of_size(size: int, reps: int) -> list[dict[str, Any]]:
             name: [t - b for t, b in zip(times[name], times['bare'], strict=True)]
             for name in ('ours', 'stock')
         }
-        cases.append(_case(what, size, net['ours'], net['stock']))
+        cases.append(per_param_case(what, size, net['ours'], net['stock']))
     for what in ('forward pre-hooks, all gathered', 'no_sync', 'zero_grad_buffer'):
         times = interleave({name: of[what] for name, of in arms.items()}, reps)
-        cases.append(_case(what, size, times['ours'], times['stock']))
+        cases.append(per_param_case(what, size, times['ours'], times['stock']))
     return cases
-
-
-def _case(what: str, size: int, ours: list[float], stock: list[float]) -> dict[str, Any]:
-    return ratio_case(
-        ours,
-        stock,
-        what=what,
-        params=size,
-        ours_us_per_param=1e6 * statistics.median(ours) / size,
-        stock_us_per_param=1e6 * statistics.median(stock) / size,
-    )
 
 
 def _arms(model: Any, grad: Any) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def _fail_after_another(rank: int, world_size: int) -> str:
             raise ValueError(f'rank {rank} has found a NaN')
     except (ValueError, errors.RankFailure) as error:
         said = str(error)
-    watch._thread.join(timeout=LONG_S)  # where an error would be written down, here the watch is waited for
+    # Where an error would be written down, here the watch is waited for.
+    watch._thread.join(timeout=LONG_S)
     return said
 
 

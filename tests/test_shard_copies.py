@@ -26,17 +26,11 @@ CASES = {
 }
 
 
-def _upstreams() -> Any:
-    """Upstream's class, also where ``install()`` has bound its name to ours."""
-    from megatron_buffer.optimizer import DistributedOptimizer
+def _upstreams(optimizer: Any) -> Any:
+    """The optimizer with upstream's method bodies."""
+    from megatron_buffer.checkpointing import CheckpointedOptimizer
 
-    [stock] = [
-        cls
-        for cls in DistributedOptimizer.__mro__
-        if cls.__module__ == 'megatron.core.optimizer.distrib_optimizer'
-        and cls.__name__ == 'DistributedOptimizer'
-    ]
-    return stock
+    return super(CheckpointedOptimizer, optimizer)
 
 
 def _trained(case: TrainCase) -> Any:
@@ -74,7 +68,7 @@ def _handed_over_alike(optimizer: Any) -> bool:
         for main in _mains(optimizer):
             main.grad = None
         if copy is None:
-            _upstreams()._copy_model_grads_to_main_grads(optimizer)
+            _upstreams(optimizer)._copy_model_grads_to_main_grads()
         else:
             copy()
         found.append(_grads(optimizer))
@@ -97,7 +91,7 @@ def _written_alike(optimizer: Any) -> bool:
             for index, main in enumerate(_mains(optimizer)):
                 main.copy_(torch.linspace(-3.0, 3.0 + index, main.numel()).view_as(main))
         if copy is None:
-            _upstreams()._copy_main_params_to_model_params(optimizer)
+            _upstreams(optimizer)._copy_main_params_to_model_params()
         else:
             copy()
         found.append([bucket.param_data.clone() for bucket in buckets])
