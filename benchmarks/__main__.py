@@ -73,7 +73,8 @@ def _show(name: str, result: dict[str, Any]) -> None:
     console.print(table)
     for memory in result.get('memory', ()):
         console.print(
-            f'peak memory, {memory["what"]}: {memory["peak_growth_bytes"] / 2**20:.1f} MiB'
+            f'peak memory, {memory["what"]}: tensors {memory["peak_tensor_bytes"] / 2**20:.3f} MiB, '
+            f'process {memory["peak_growth_bytes"] / 2**20:.1f} MiB'
         )
     console.print(f'{result["headline"]}; one figure alone says little: compare ratios of one run.')
 

@@ -7,8 +7,7 @@ one, so that what slows the machine down for a second slows down all. Where a pr
 makes a difference of some percent for as long as it lives, so each repetition has new processes, and its medians
 are one pair of the sample. The slowest rank's time counts, and beside it the CPU time of all ranks, of which what
 others do on the machine is no part. PyTorch's DDP trains the same model with torch's AdamW, so its optimizer is
-another one and holds all of its state on every rank. Peak memory is that of fresh processes, one set for each
-arm: the resident set's growth from before the model was built.
+another one and holds all of its state on every rank. Peak memory is measured by :mod:`benchmarks.memory`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.compare import quiet, ratio_case
+from benchmarks.memory import peaks_of
 
 HEADLINE = 'one step of a tiny GPT, {} ranks, recommended.yaml'
 ARMS = ('upstream', 'recommended')
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run(reps: int) -> dict[str, Any]:
     """Returns the benchmark's JSON: ``ratio``, ``cases`` and ``memory``."""
-    memory = [_memory(arm, what) for what in CASES for arm in arms_of(what)]
+    memory = [peaks_of(arm, what, CASES[what]) for what in CASES for arm in arms_of(what)]
     return {**run_on(2, reps), 'memory': memory}
 
 
@@ -152,29 +152,6 @@ def _timed(numbers: list[int], step: Callable[[int], None]) -> Times:
         step(number)
     dist.barrier()
     return Times(time.perf_counter() - begin, time.process_time() - begin_cpu)
-
-
-def _memory(arm: str, what: str) -> dict[str, Any]:
-    from megatron_buffer.testing import run_ranks
-
-    grown = run_ranks(peak_memory, 2, CASES[what], arm, timeout_s=600)
-    return {'what': f'{arm}: {what}', 'peak_growth_bytes': max(grown)}
-
-
-def peak_memory(rank: int, world_size: int, fields: dict[str, Any], arm: str) -> int:
-    """Bytes by which the resident set has grown at most while an arm was built and trained."""
-    quiet()
-    before = _resident_bytes('VmRSS')
-    step = start(arm, case_of(fields))
-    for number in range(WARM_UP_STEPS + 2):
-        step(number)
-    return _resident_bytes('VmHWM') - before
-
-
-def _resident_bytes(field: str) -> int:
-    with open('/proc/self/status') as file:
-        [line] = [line for line in file if line.startswith(field)]
-    return int(line.split()[1]) * 1024
 
 
 def case_of(fields: dict[str, Any]) -> Any:

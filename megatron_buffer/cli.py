@@ -31,6 +31,7 @@ class Command(NamedTuple):
         arguments: A function that adds what the command takes to its parser; none if empty.
         prints_tables: Whether it is given a console.
         has_json: Whether it can print JSON instead.
+        is_brief: Whether it takes less than a second.
     """
 
     summary: str
@@ -39,6 +40,7 @@ class Command(NamedTuple):
     arguments: str = ''
     prints_tables: bool = True
     has_json: bool = True
+    is_brief: bool = False
 
 
 COMMANDS = {
@@ -48,6 +50,7 @@ COMMANDS = {
         'validate',
         'add_validate_arguments',
         prints_tables=False,
+        is_brief=True,
     ),
     'schema': Command(
         'print the JSON schema of a config file, for editors',
@@ -55,12 +58,14 @@ COMMANDS = {
         'schema',
         prints_tables=False,
         has_json=False,  # which it is anyway
+        is_brief=True,
     ),
     'strategies': Command(
         'list every axis and the strategies that a config can name',
         'cli_config',
         'strategies',
         prints_tables=False,
+        is_brief=True,
     ),
     'layout': Command(
         'show where every parameter of a model lies: buffers, buckets, padding, groups, orders',
@@ -119,8 +124,6 @@ COMMANDS = {
     ),
 }
 
-_BRIEF = ('validate', 'schema', 'strategies')
-
 
 def process() -> NoReturn:
     """The process of a command: :func:`main` with the process's arguments.
@@ -128,7 +131,7 @@ def process() -> NoReturn:
     One that lives for half a second does not collect garbage, and leaves its memory to the system, which takes
     it back at once; freeing object by object, Python takes a tenth of a second.
     """
-    is_brief = sys.argv[1:] and sys.argv[1] in _BRIEF
+    is_brief = any(name in COMMANDS and COMMANDS[name].is_brief for name in sys.argv[1:2])
     if is_brief:
         gc.disable()
     code = main()

@@ -25,6 +25,7 @@ from megatron_buffer.bucket_groups import Gathers, ParamAndGradBucketGroup, part
 from megatron_buffer.bucket_size import default_bucket_size, resolve_bucket_size
 from megatron_buffer.buffer import ParamAndGradBuffer
 from megatron_buffer.chunk_window import ChunkWindow
+from megatron_buffer.collector import paused_collector
 from megatron_buffer.config import AXES, BufferConfig
 from megatron_buffer.config_catalog import third_party_origins
 from megatron_buffer.config_yaml import did_you_mean
@@ -84,6 +85,7 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
         grad_writes: What was written in this window, per buffer that is overwritten and not zeroed.
     """
 
+    @paused_collector()
     def __init__(
         self,
         config: Any,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import instructions, network
+from benchmarks import instructions, memory, network
 from benchmarks.accumulate import floor_bytes
 from benchmarks.compare import interleave, median_interval, ratio_case
 from benchmarks.slow_network import SlowNetwork, simulate_all
@@ -123,6 +123,18 @@ def test_each_benchmark_as_a_command(name: str, tmp_path: Path) -> None:
     assert result['ratio'] > 0
     assert result['cases']
     assert result['machine']['torch']
+
+
+def test_tensors_take_no_more_memory_than_stocks() -> None:
+    peaks = {
+        arm: run_ranks(memory.peak_of_tensors, 1, {}, arm, env={'KINETO_LOG_LEVEL': '99'})[0]
+        for arm in ('stock', 'upstream', 'recommended')
+    }
+    assert peaks['stock'] > 2 * 4 * 22_528  # the model's gradients and parameters, padded, in fp32
+    assert abs(peaks['upstream'] - peaks['stock']) < 128
+    assert (
+        peaks['recommended'] - peaks['stock'] < 512
+    )  # first_write keeps 8 bytes for each of 28 parameters
 
 
 # network ------------------------------------------------------------------------------------------

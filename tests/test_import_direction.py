@@ -21,7 +21,7 @@ PACKAGE = 'megatron_buffer'
 # From the bottom up. A module imports from lower layers only, or from its own pattern (a family of
 # modules that share one responsibility).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ('liveness', 'printing'),
+    ('liveness', 'printing', 'collector'),
     ('errors',),
     ('config*',),
     ('profile', 'record_request', 'observe.request'),
@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Importable without torch and Megatron.
 LIGHT = (
     '',
+    'collector',
     'liveness',
     'errors',
     'config*',
