@@ -53,7 +53,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         dispatcher: Starts the reduction when its turn comes; DDP sets the chunk's.
         on_late: What a gradient means that comes after the reduction was started.
         scaling_plan: How gradients become averages; DDP sets it.
-        grad_reduce_dispatched: True once the reduction was started in this window.
+        intake: What backward hooks look at for every gradient.
         late_grads: Gradients of this window that are kept aside, per parameter, shaped like main_grad.
         late_params: Parameters whose late gradient was added all the same, in order.
         graphs_write: Whether CUDA graphs may have written gradients; DDP knows.
@@ -68,7 +68,6 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
     # Upstream's groups and ours together have more attributes than an object of Python's stores in one
     # piece; what is looked at for every gradient and every window lies in slots.
     __slots__ = (
-        '_counter',
         '_gather_dispatched',
         '_gather_handle',
         '_judged',
@@ -76,12 +75,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         'drain',
         'gathered',
         'gathers',
-        'grad_reduce_dispatched',
         'grad_reduce_finished',
         'grad_reduce_handle',
         'grad_writes',
         'graphs_write',
-        'is_last_microbatch',
+        'intake',
         'late_grads',
         'late_params',
         'on_late',
@@ -110,23 +108,22 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             [param for bucket in buckets for param in bucket.params_list],
             adapts=getattr(self.runtime.unused_params, 'on_late', 'warn') != 'warn',
         )
+        self.weakly = weakref.ref(self)
+        self.intake = Intake(self, overlaps=ddp_config.overlap_grad_reduce)
         self.param_to_name: dict[torch.nn.Parameter, str] = {}
         self.graphs_write = True
         self.dispatcher: Dispatcher | None = None
         self.drain: Drain | None = None
-        self.grad_reduce_dispatched = False
         self.late_grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.late_params: dict[torch.nn.Parameter, None] = {}
         self.reduces_once = False
         self.params_stale = False
         self.warned_of_export = False
         self.grad_writes: list[tuple[GradWrites, int, int]] = []
-        self.weakly = weakref.ref(self)
         self.gathers = Gathers()
         self.gathered = False
         self._gather_handle: Any = None
         self._gather_dispatched = False
-        self._counter: Any = None
         self._judged = False
         with reduce_scatter_global_preserved():
             super().__init__(buckets, ddp_config, collective_group, collective_group_size)
@@ -167,6 +164,27 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         if gathered is not self.gathered:
             self.gathered = gathered
             self.gathers.waiting += -1 if gathered else 1
+
+    # Names for the state of the reduction, which lies where hooks look.
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """True unless in no_sync()."""
+        return self.intake.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, is_last: bool) -> None:
+        self.intake.is_last_microbatch = is_last
+        self.intake.counts = is_last and self.intake.overlaps
+
+    @property
+    def grad_reduce_dispatched(self) -> bool:
+        """True once the reduction was started in this window."""
+        return self.intake.closed
+
+    @grad_reduce_dispatched.setter
+    def grad_reduce_dispatched(self, dispatched: bool) -> None:
+        self.intake.closed = dispatched
 
     # Upstream's names for the readiness state, which its constructor and its tests use.
 
@@ -278,23 +296,12 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         elif complete:
             self.grads_complete(force_all_reduce)
 
-    def grad_counter(self, param: torch.nn.Parameter) -> tuple[Callable[[Any], bool], Any]:
-        """What counts a gradient of ``param`` and tells whether the group is complete with it.
-
-        Returns:
-            A function, the same one for all parameters where that can be, and what to call it with.
-        """
+    def counted_as(self, param: torch.nn.Parameter) -> Any:
+        """What ``intake.count`` takes for ``param``: its place, or with another kind of tracker itself."""
         tracker: Any = self.readiness
         place = tracker.place(param) if hasattr(tracker, 'place') else None
-        if place is None:  # another kind of tracker
-            return self._one_counter(tracker.register), param
-        return self._one_counter(tracker.register_at), place
-
-    def _one_counter(self, counter: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """The group's counter, if it equals ``counter``: bound methods are made anew at every look."""
-        if self._counter != counter:
-            self._counter = counter
-        return self._counter
+        self.intake.count = tracker.register if place is None else tracker.register_at
+        return param if place is None else place
 
     def grads_complete(self, force_all_reduce: bool | None) -> None:
         """The group's last gradient of this window is in: its reduction starts when its turn comes."""
@@ -500,6 +507,39 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
     def _some_names(self) -> str:
         names = self.names(self.param_to_bucket)
         return ', '.join(names[:4]) + (f' and {len(names) - 4} more' if len(names) > 4 else '')
+
+
+class Intake:
+    """What the backward hooks of a group's parameters look at for every gradient.
+
+    With thousands of parameters each object that a hook touches is one that the processor's caches have forgotten
+    since the last call, so all of it is in one small object. It holds nothing of the model, for autograd may
+    keep it: see :class:`~megatron_buffer.hooks.ParamSlot`.
+
+    Args:
+        group: The group. When it is gone the intake is closed.
+        overlaps: Gradients are reduced while backward runs.
+
+    Attributes:
+        closed: The reduction was started in this window.
+        count: Counts a gradient; True when the group became complete with it.
+        counts: Gradients are counted now.
+        is_last_microbatch: True unless in no_sync().
+        overlaps: As given.
+    """
+
+    __slots__ = ('_group', 'closed', 'count', 'counts', 'is_last_microbatch', 'overlaps')
+
+    def __init__(self, group: ParamAndGradBucketGroup, *, overlaps: bool) -> None:
+        self.closed = False
+        self.count: Callable[[Any], bool] = group.readiness.register
+        self.overlaps = overlaps
+        self.is_last_microbatch = True
+        self.counts = overlaps
+        self._group = weakref.ref(group, self._close)
+
+    def _close(self, _group: Any) -> None:
+        self.closed = True
 
 
 class Gathers:

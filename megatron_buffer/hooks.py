@@ -42,34 +42,20 @@ class ParamSlot:
         rare: What the parameter's hook falls back on; the wrapped model owns it.
 
     Attributes:
-        group: The parameter's bucket group, one weak reference for all slots of the group.
-        count: Counts a gradient, given ``counted``; True when the group became complete with it.
-        counted: The parameter, as the counter knows it.
+        counted: The parameter, as ``intake.count`` knows it.
         fused: A fused kernel writes the gradient; zero_grad_buffer knows of it.
         flags: Which views may be added to, where the accumulation strategy overwrites; see ``GradWrites``.
         index: The parameter's place in ``flags``.
+        intake: The state of the parameter's bucket group.
         overwrite: Writes the first gradient of a window over what the last one has left.
-        registers: Gradients are reduced while backward runs.
     """
 
-    __slots__ = (
-        'count',
-        'counted',
-        'flags',
-        'fused',
-        'group',
-        'index',
-        'overwrite',
-        'param',
-        'rare',
-        'registers',
-    )
+    __slots__ = ('counted', 'flags', 'fused', 'index', 'intake', 'overwrite', 'param', 'rare')
 
     def __init__(self, rare: RareCases) -> None:
         self.param: Any = rare.param  # Megatron's attributes are not torch's
-        self.group = rare.group.weakly
-        self.registers: bool = rare.ddp.ddp_config.overlap_grad_reduce
-        self.count, self.counted = rare.group.grad_counter(rare.param)
+        self.intake = rare.group.intake
+        self.counted = rare.group.counted_as(rare.param)
         self.fused = False
         self.flags, self.index = _WRITTEN, 0
         self.overwrite: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
@@ -150,8 +136,8 @@ class RareCases:
 def backward_hook(rare: RareCases, overwrites: bool = False) -> Callable[..., None]:
     """The hook that autograd calls when it has accumulated into ``param.grad``.
 
-    What a hook is made of counts: with thousands of parameters each object that a hook touches is one that the
-    processor's caches have forgotten since the last call. A bound method and a slot are two.
+    What a hook is made of counts, as in :class:`~megatron_buffer.bucket_groups.Intake`: a bound method and a slot
+    are two objects.
 
     Args:
         rare: The parameter's.
@@ -164,11 +150,9 @@ def backward_hook(rare: RareCases, overwrites: bool = False) -> Callable[..., No
 
 
 def _add(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
-    param, group = slot.param, slot.group()
-    if group is None:
-        return
+    param, intake = slot.param, slot.intake
     grad = param.grad
-    if grad is None or group.grad_reduce_dispatched or grad.requires_grad:
+    if grad is None or intake.closed or grad.requires_grad:
         _rarely(slot, inputs, outputs)
         return
     if param.grad_added_to_main_grad:
@@ -176,16 +160,14 @@ def _add(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
     else:
         param.main_grad.add_(grad)
     param.grad = None
-    if group.is_last_microbatch and slot.registers and slot.count(slot.counted):
-        _complete(slot, group)
+    if intake.counts and intake.count(slot.counted):
+        _complete(slot)
 
 
 def _write_first(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
-    param, group = slot.param, slot.group()
-    if group is None:
-        return
+    param, intake = slot.param, slot.intake
     grad = param.grad
-    if grad is None or group.grad_reduce_dispatched or grad.requires_grad:
+    if grad is None or intake.closed or grad.requires_grad:
         _rarely(slot, inputs, outputs)
         return
     flags, index = slot.flags, slot.index
@@ -201,15 +183,15 @@ def _write_first(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> No
         flags[index] = 1
         slot.overwrite(param.main_grad, grad)
     param.grad = None
-    if group.is_last_microbatch and slot.registers and slot.count(slot.counted):
-        _complete(slot, group)
+    if intake.counts and intake.count(slot.counted):
+        _complete(slot)
 
 
-def _complete(slot: ParamSlot, group: ParamAndGradBucketGroup) -> None:
+def _complete(slot: ParamSlot) -> None:
     """The last gradient of the group is in."""
     rare = slot.rare()
     if rare is not None:
-        group.grads_complete(rare.ddp.force_all_reduce)
+        rare.group.grads_complete(rare.ddp.force_all_reduce)
 
 
 def _after_fused(slot: ParamSlot, param: Any, grad: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ hashable parameters, so it is tested without a model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_buffer.config_runtime import Deferred as DeferredParams
@@ -20,7 +20,6 @@ from megatron_buffer.strategies.registry import strategy
 
 Counts = dict[Hashable, int]
 OnLate = Literal['warn', 'reduce', 'error']
-_UNKNOWN = -1  # no number of gradients equals it
 
 
 class ReadinessTracker(Protocol):
@@ -96,9 +95,9 @@ class Readiness(Protocol):
 class CountTracker:
     """Compares counts with those of an earlier window, or with a prediction.
 
-    Complete means that every parameter was registered exactly as often as expected. A gradient is an entry in a
-    list: only when there are as many as expected can they be the expected ones, and only then are they compared.
-    Once there are as many and other ones, more cannot mend it.
+    Complete means that every parameter was registered exactly as often as expected. A gradient takes one of as
+    many places as are expected: only when all are taken can they be the expected ones, and only then are they
+    compared. If they are other ones, more cannot mend it.
 
     Args:
         params: The group's parameters.
@@ -108,15 +107,16 @@ class CountTracker:
     """
 
     __slots__ = (
-        '_arrived',
+        '_beyond',
         '_expected',
         '_expected_once',
         '_golden',
         '_index',
         '_is_complete',
         '_is_first_batch',
-        '_num_expected',
+        '_num_open',
         '_overlaps',
+        '_places',
         'adapts',
         'params',
     )
@@ -129,12 +129,14 @@ class CountTracker:
         self._is_first_batch = True
         self._overlaps = overlaps
         self._index = {param: i for i, param in enumerate(self.params)}
-        self._arrived: list[int] = []  # indices of the parameters, in order of their gradients
+        # Indices of the parameters whose gradients came: expected ones from the last place to the first, then others.
+        self._places: list[int] = []
+        self._num_open = 0
+        self._beyond: list[int] = []
         self._is_complete = False
         self._golden: Counts = {}
         self._expected: Counter[int] = Counter()  # golden, by index
         self._expected_once: set[int] | None = None  # golden, where nothing is expected twice
-        self._num_expected = _UNKNOWN
 
     @property
     def is_first_batch(self) -> bool:
@@ -149,18 +151,17 @@ class CountTracker:
     @property
     def counts(self) -> Counts:
         """Counts of this window, of the parameters that have any; a copy."""
-        numbers = Counter(self._arrived)
+        numbers = Counter(self._arrived())
         return {param: n for i, param in enumerate(self.params) if (n := numbers[i])}
 
     @counts.setter
     def counts(self, counts: Counts) -> None:
-        self._arrived = [self._index[param] for param, n in counts.items() for _ in range(n)]
-        self._is_complete = False
+        self._start_with([self._index[param] for param, n in counts.items() for _ in range(n)])
 
     @property
     def num_counted(self) -> int:
         """How many parameters have a count in this window."""
-        return len(set(self._arrived))
+        return len(set(self._arrived()))
 
     @property
     def golden(self) -> Counts:
@@ -187,12 +188,30 @@ class CountTracker:
 
     def register_at(self, index: int) -> bool:
         """``register`` for a parameter that was looked up before."""
-        arrived = self._arrived
-        arrived.append(index)
-        if len(arrived) != self._num_expected:
+        still_open = self._num_open - 1
+        if still_open > 0:
+            self._num_open = still_open
+            self._places[still_open] = index
             return False
+        if still_open < 0:
+            self._beyond.append(index)
+            return False
+        self._num_open = 0
+        self._places[0] = index
         self._is_complete = self._are_expected()
         return self._is_complete and self._overlaps
+
+    def _arrived(self) -> list[int]:
+        """Indices of the parameters whose gradients came, in no certain order."""
+        return self._places[self._num_open :] + self._beyond
+
+    def _start_with(self, arrived: Sequence[int]) -> None:
+        """A window in which these came, which completes nothing."""
+        self._is_complete = False
+        self._num_open = max(0, len(self._places) - len(arrived))
+        taken = len(self._places) - self._num_open
+        self._places[self._num_open :] = arrived[:taken]
+        self._beyond = list(arrived[taken:])
 
     def reset(self, finished: bool = True) -> None:
         """Learns from the window, where there is something to learn; starts a new one.
@@ -205,14 +224,13 @@ class CountTracker:
             if counted and (finished or counted == len(self.params)):
                 self._golden = self.counts
                 self.is_first_batch = False
-        self._arrived.clear()
-        self._is_complete = False
+        self._start_with(())
 
     def is_regular(self) -> bool:
         """In the first window all parameters or none; later, exactly the golden counts."""
         if self._is_first_batch:
             return self.num_counted in (0, len(self.params))
-        if len(self._arrived) != self._num_expected:
+        if self._num_open or self._beyond:
             return False
         return self._is_complete or self._are_expected()
 
@@ -220,35 +238,32 @@ class CountTracker:
         """In the first window, parameters without any gradient; later, those short of golden."""
         every = range(len(self.params))
         wanted = Counter(every) if self._is_first_batch else self._expected
-        short = wanted - Counter(self._arrived)
+        short = wanted - Counter(self._arrived())
         return [self.params[i] for i in every if i in short]
 
     def surplus(self) -> list[Hashable]:
         """Parameters registered more often than expected."""
         if self._is_first_batch:
             return []
-        extra = Counter(self._arrived) - self._expected
+        extra = Counter(self._arrived()) - self._expected
         return [param for i, param in enumerate(self.params) if i in extra]
 
     def _are_expected(self) -> bool:
         """Whether as many gradients as expected are the expected ones."""
         if self._expected_once is not None:
-            return set(self._arrived) == self._expected_once
-        return Counter(self._arrived) == self._expected
+            return set(self._places) == self._expected_once
+        return Counter(self._places) == self._expected
 
     def _set_expected(self) -> None:
-        self._is_complete = False
-        self._expected_once = None
-        if self._is_first_batch:
-            self._expected, self._num_expected = Counter(), _UNKNOWN
-            return
-        golden = self._golden
+        arrived = self._arrived()
+        golden = {} if self._is_first_batch else self._golden
         self._expected = Counter(
             {i: n for i, param in enumerate(self.params) if (n := golden.get(param, 0))}
         )
-        self._num_expected = self._expected.total()
-        if self._num_expected == len(self._expected):
-            self._expected_once = set(self._expected)
+        once = self._expected.total() == len(self._expected)
+        self._expected_once = set(self._expected) if once else None
+        self._places = [0] * self._expected.total()
+        self._start_with(arrived)
 
 
 @strategy('readiness', GoldenLazyParams)
