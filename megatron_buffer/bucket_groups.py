@@ -109,7 +109,7 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             adapts=getattr(self.runtime.unused_params, 'on_late', 'warn') != 'warn',
         )
         self.weakly = weakref.ref(self)
-        self.intake = Intake(self, overlaps=ddp_config.overlap_grad_reduce)
+        self.intake = Intake(self)
         self.param_to_name: dict[torch.nn.Parameter, str] = {}
         self.graphs_write = True
         self.dispatcher: Dispatcher | None = None
@@ -175,7 +175,6 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
     @is_last_microbatch.setter
     def is_last_microbatch(self, is_last: bool) -> None:
         self.intake.is_last_microbatch = is_last
-        self.intake.counts = is_last and self.intake.overlaps
 
     @property
     def grad_reduce_dispatched(self) -> bool:
@@ -262,13 +261,14 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
 
     def reset(self) -> None:
         """Ends the window; upstream: ``_ParamAndGradBucketGroup.reset``."""
-        on_its_own = self.dispatcher is None and self.grad_reduce_dispatched
+        on_its_own = self.dispatcher is None and self.intake.closed
         if on_its_own and self.ddp_config.overlap_grad_reduce:  # not judged as a chunk
             self._judge_alone()
         self.readiness.reset(finished=self.grad_reduce_finished)
-        self.is_last_microbatch = True
+        intake = self.intake
+        intake.is_last_microbatch = True
+        intake.closed = False
         self.grad_reduce_finished = False
-        self.grad_reduce_dispatched = False
         self._judged = False
         if self.late_params or self.late_grads:
             self.late_grads.clear()
@@ -300,7 +300,8 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         """What ``intake.count`` takes for ``param``: its place, or with another kind of tracker itself."""
         tracker: Any = self.readiness
         place = tracker.place(param) if hasattr(tracker, 'place') else None
-        self.intake.count = tracker.register if place is None else tracker.register_at
+        if self.ddp_config.overlap_grad_reduce:
+            self.intake.count = tracker.register if place is None else tracker.register_at
         return param if place is None else place
 
     def grads_complete(self, force_all_reduce: bool | None) -> None:
@@ -518,28 +519,28 @@ class Intake:
 
     Args:
         group: The group. When it is gone the intake is closed.
-        overlaps: Gradients are reduced while backward runs.
 
     Attributes:
         closed: The reduction was started in this window.
-        count: Counts a gradient; True when the group became complete with it.
-        counts: Gradients are counted now.
+        count: Counts a gradient; True when the group became complete with it. Counts nothing where gradients are
+            not reduced while backward runs.
         is_last_microbatch: True unless in no_sync().
-        overlaps: As given.
     """
 
-    __slots__ = ('_group', 'closed', 'count', 'counts', 'is_last_microbatch', 'overlaps')
+    __slots__ = ('_group', 'closed', 'count', 'is_last_microbatch')
 
-    def __init__(self, group: ParamAndGradBucketGroup, *, overlaps: bool) -> None:
+    def __init__(self, group: ParamAndGradBucketGroup) -> None:
         self.closed = False
-        self.count: Callable[[Any], bool] = group.readiness.register
-        self.overlaps = overlaps
+        self.count: Callable[[Any], bool] = _count_nothing
         self.is_last_microbatch = True
-        self.counts = overlaps
         self._group = weakref.ref(group, self._close)
 
     def _close(self, _group: Any) -> None:
         self.closed = True
+
+
+def _count_nothing(_place: Any) -> bool:
+    return False
 
 
 class Gathers:

@@ -168,6 +168,18 @@ class DistributedDataParallel(_ddp.DistributedDataParallel):
             own['params_with_grad'] = every_param
         self._window.reset()
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No gradient is counted meanwhile; upstream: ``DistributedDataParallel.no_sync``."""
+        intakes = [group.intake for group in self._all_groups()]
+        for intake in intakes:
+            intake.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for intake in intakes:
+                intake.is_last_microbatch = True
+
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Multiplies all gradients; upstream: ``DistributedDataParallel.scale_gradients``.
 

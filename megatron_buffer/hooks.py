@@ -160,7 +160,7 @@ def _add(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> None:
     else:
         param.main_grad.add_(grad)
     param.grad = None
-    if intake.counts and intake.count(slot.counted):
+    if intake.is_last_microbatch and intake.count(slot.counted):
         _complete(slot)
 
 
@@ -183,7 +183,7 @@ def _write_first(slot: ParamSlot, inputs: Any = None, outputs: Any = None) -> No
         flags[index] = 1
         slot.overwrite(param.main_grad, grad)
     param.grad = None
-    if intake.counts and intake.count(slot.counted):
+    if intake.is_last_microbatch and intake.count(slot.counted):
         _complete(slot)
 
 

@@ -598,3 +598,46 @@ def test_configs_that_differ_between_ranks_without_a_common_group(how: str, name
     errors = {outcome.error_type: outcome.error for outcome in outcomes}
     assert set(errors) == {'RankMismatchError', 'RankFailure'}
     assert all(named in error for error in errors.values()), errors
+
+
+def _freed_before_backward(rank: int, world_size: int, accumulation: str) -> dict[str, Any]:
+    import gc
+    import weakref
+
+    import megatron_buffer
+    from tests import small_model as sm
+
+    net = sm.make_net()
+    config = {'accumulation': accumulation}
+    model = sm.wrap(
+        net,
+        megatron_buffer.DistributedDataParallel,
+        buffer_config=config,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+    )
+    sm.run_window(model, rank, 0)
+    model.zero_grad_buffer()
+    loss = model(sm.batch(rank, 1, 0)).square().mean()  # its graph reaches the hooks
+    this = weakref.ref(model)
+    del model
+    gc.collect()
+    before = {name: param.main_grad.clone() for name, param in net.named_parameters()}
+    loss.backward()
+    return {
+        'gone': this() is None,
+        'without_grad': [name for name, param in net.named_parameters() if param.grad is None],
+        'written': [
+            name
+            for name, param in net.named_parameters()
+            if not param.main_grad.view(torch.int32).equal(before[name].view(torch.int32))
+        ],
+    }
+
+
+@pytest.mark.parametrize('accumulation', ['zero_then_add', 'first_write'])
+def test_hooks_of_a_model_that_is_gone_leave_gradients_where_torch_puts_them(
+    accumulation: str,
+) -> None:
+    for found in run_ranks(_freed_before_backward, 2, accumulation):
+        assert found == {'gone': True, 'without_grad': [], 'written': []}

@@ -224,7 +224,10 @@ class CountTracker:
             if counted and (finished or counted == len(self.params)):
                 self._golden = self.counts
                 self.is_first_batch = False
-        self._start_with(())
+        self._num_open = len(self._places)
+        if self._beyond:
+            self._beyond = []
+        self._is_complete = False
 
     def is_regular(self) -> bool:
         """In the first window all parameters or none; later, exactly the golden counts."""
