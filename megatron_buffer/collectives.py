@@ -235,7 +235,8 @@ def launch_grad_reduce(
 
     With several instances each reduces over its own ranks first; then the owners of one shard add up
     theirs. The rest of a bucket holds no more than its instance's sum, also after an all-reduce, unless it
-    is wanted whole.
+    is wanted whole. Of a single rank (experts that all ranks share out) the sum is there already, so
+    nothing is launched.
 
     Args:
         group: The group; its buckets are multiplied by ``plan.bucket_factor`` already.
@@ -251,7 +252,9 @@ def launch_grad_reduce(
     several_instances = config.num_distributed_optimizer_instances > 1
     async_op = config.overlap_grad_reduce and not several_instances
     with _communication_stream(group, several_instances and config.overlap_grad_reduce):
-        handles = _COLLECTIVES[choice.kind].launch(group, choice, plan, async_op)
+        handles: Sequence[Waitable] = []
+        if group.communication_group.size() > 1 or plan.op == 'premul':
+            handles = _COLLECTIVES[choice.kind].launch(group, choice, plan, async_op)
         if several_instances and config.use_distributed_optimizer:
             _all_reduce_across_instances(group, plan)
             if whole:
@@ -313,7 +316,7 @@ def _gather_grads(group: ParamAndGradBucketGroup) -> None:
 
 
 def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Waitable | None:
-    """Starts the all-gather of a group's parameters from the shards that the ranks own.
+    """Starts the all-gather of a group's parameters from the shards that the ranks own; a single one has them.
 
     Args:
         group: A group under the distributed optimizer.
@@ -323,6 +326,8 @@ def launch_param_gather(group: ParamAndGradBucketGroup, *, async_op: bool) -> Wa
         A handle when ``async_op``, else None.
     """
     pg = group.communication_group
+    if pg.size() == 1:
+        return Handles(()) if async_op else None
     all_gather = _all_gather()
 
     def gather(index: int) -> Any:

@@ -183,6 +183,35 @@ def test_one_launch_per_gradient_dtype() -> None:
     assert run_ranks(_launches, 2) == [[[1, 1], [2, 2]]] * 2
 
 
+def _alone(rank: int, world_size: int) -> list[str]:
+    from megatron_buffer.collectives import launch_grad_reduce, launch_param_gather
+    from megatron_buffer.observe.collectives import SeenCollectives
+
+    wrong = []
+    for dist_opt, overlap in itertools.product([False, True], repeat=2):
+        group = make_group('bf16', dist_opt=dist_opt, overlap=overlap)
+        [bucket] = group.buckets
+        for choice, plan in cases(dist_opt):
+            if plan.op == 'premul':  # the collective multiplies
+                continue
+            fill(group, rank)
+            with SeenCollectives(lambda: None) as seen:
+                handles = [launch_grad_reduce(group, choice=choice, plan=plan)]
+                if dist_opt:
+                    handles.append(launch_param_gather(group, async_op=overlap))
+                assert all((handle is not None) == overlap for handle in handles)
+                for handle in handles * overlap:
+                    handle.wait()
+            right = contribution(rank, 0, bucket.grad_data) * plan.post_factor
+            if seen.calls or not torch.equal(bucket.grad_data, right):
+                wrong.append(f'{choice} {plan} {dist_opt=} {overlap=}: {seen.calls}')
+    return wrong
+
+
+def test_a_single_rank_launches_nothing() -> None:
+    assert run_ranks(_alone, 1) == [[]]
+
+
 def _over_instances(rank: int, world_size: int) -> list[str]:
     """Two optimizer instances of two ranks: ranks 0, 1 and 2, 3; owners of one shard are two apart."""
     from megatron.core import parallel_state
