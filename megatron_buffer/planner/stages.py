@@ -194,9 +194,13 @@ def _chunk_ledger(view: LayoutView, ask: Ask) -> ChunkLedger:
     kind = 'a2a' if choice.kind in ('a2a', 'upstream_a2a') else choice.kind
     wire_bytes = _WIRE_BYTES[choice.wire_dtype] if choice.wire_dtype else None
     buffers = tuple(_buffer_ledger(view, buffer, ask, kind, wire_bytes) for buffer in view.buffers)
+    # One rank has the sum and the parameters already, so nothing is launched; but this collective multiplies.
+    several = [group for group in view.groups if view.num_ranks(group) > 1]
+    reduced = view.groups if ask.runtime.config.scaling.name == 'premul_sum' else several
+    across_instances = len(view.groups) if view.job.instances > 1 else 0
     gathers = 0
     if ask.ddp.use_distributed_optimizer:
-        for group in view.groups:
+        for group in several:
             stored = [buffers[ref.buffer].sizes.gathered_bits for ref in group.buckets]
             dtypes = [
                 (bits, view.buffers[r.buffer].key.param_dtype)
@@ -206,7 +210,7 @@ def _chunk_ledger(view: LayoutView, ask: Ask) -> ChunkLedger:
     return ChunkLedger(
         view=view,
         buffers=buffers,
-        num_reductions=len(view.groups) * (2 if view.job.instances > 1 else 1),
+        num_reductions=len(reduced) + across_instances,
         num_gathers=gathers,
     )
 

@@ -100,6 +100,10 @@ class LayoutView:
     """In which order parameters are gathered, as a sentence."""
     notes: tuple[str, ...]
 
+    def num_ranks(self, group: GroupView) -> int:
+        """Ranks that a group communicates with, itself among them."""
+        return self.buffers[group.buckets[0].buffer].num_ranks
+
     @property
     def numel_elems(self) -> int:
         """Elements of all buffers, with padding."""
