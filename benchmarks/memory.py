@@ -1,8 +1,8 @@
 """Peak memory of a whole step's arms: of their tensors, to the byte, and of the process around them.
 
 What tensors hold is what grows with a model. torch's profiler sees every allocation and release from before the
-model is built. That is measured on one rank, where it comes out the same in every run; among several, how many
-copies gloo's reductions hold at once depends on who waits for whom. A process also has its interpreter's memory:
+model is built. That is measured on one rank, where it comes out the same in every run of an idle machine; among
+several, how many copies gloo's reductions hold at once depends on who waits for whom. A process also has its interpreter's memory:
 the resident set's growth from before the model was built, on two ranks, in other processes, since the profiler
 has memory of its own.
 """
