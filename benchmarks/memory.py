@@ -2,9 +2,9 @@
 
 What tensors hold is what grows with a model. torch's profiler sees every allocation and release from before the
 model is built. That is measured on one rank, where it comes out the same in every run of an idle machine; among
-several, how many copies gloo's reductions hold at once depends on who waits for whom. A process also has its interpreter's memory:
-the resident set's growth from before the model was built, on two ranks, in other processes, since the profiler
-has memory of its own.
+several, how many copies gloo's reductions hold at once depends on who waits for whom. A process also has its
+interpreter's memory: the resident set's growth from before the model was built, on two ranks, in other processes,
+since the profiler has memory of its own.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ from typing import Any
 
 from benchmarks.compare import quiet
 
-STEPS = 6
-
 
 def peaks_of(arm: str, what: str, fields: dict[str, Any]) -> dict[str, Any]:
     """What an arm of ``step`` takes at most."""
     from megatron_buffer.testing import run_ranks
 
+    return {
+        'what': f'{arm}: {what}',
+        'peak_tensor_bytes': tensor_bytes(arm, fields),
+        'peak_growth_bytes': max(run_ranks(peak_of_process, 2, fields, arm, timeout_s=600)),
+    }
+
+
+def tensor_bytes(arm: str, fields: dict[str, Any]) -> int:
+    """What an arm's tensors take at most, on one rank."""
+    from megatron_buffer.testing import run_ranks
+
     alone = {**fields, 'ep': 1} if 'ep' in fields else fields
     # The profiler reports its own start and end.
     silent = {'KINETO_LOG_LEVEL': '99'}
-    [tensors] = run_ranks(peak_of_tensors, 1, alone, arm, env=silent, timeout_s=600)
-    return {
-        'what': f'{arm}: {what}',
-        'peak_tensor_bytes': tensors,
-        'peak_growth_bytes': max(run_ranks(peak_of_process, 2, fields, arm, timeout_s=600)),
-    }
+    [peak] = run_ranks(peak_of_tensors, 1, alone, arm, env=silent, timeout_s=600)
+    return peak
 
 
 def peak_of_tensors(rank: int, world_size: int, fields: dict[str, Any], arm: str) -> int:
@@ -55,11 +60,11 @@ def peak_of_process(rank: int, world_size: int, fields: dict[str, Any], arm: str
 
 
 def _train(fields: dict[str, Any], arm: str) -> None:
-    from benchmarks.step import case_of, start
+    from benchmarks.step import WARM_UP_STEPS, case_of, start
 
     quiet()
     step = start(arm, case_of(fields))
-    for number in range(STEPS):
+    for number in range(WARM_UP_STEPS + 2):
         step(number)
 
 

@@ -62,7 +62,6 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         params_stale: True from an optimizer step until the gather of its values is started.
         gathers: How many groups of the chunk are not gathered; DDP sets the chunk's.
         gathered: True when the parameters are gathered: started, and not in flight.
-        weakly: A weak reference to the group, one for all who need one.
     """
 
     # Upstream's groups and ours together have more attributes than an object of Python's stores in one
@@ -91,7 +90,6 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
         'runtime',
         'scaling_plan',
         'warned_of_export',
-        'weakly',
     )
 
     def __init__(
@@ -108,8 +106,10 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
             [param for bucket in buckets for param in bucket.params_list],
             adapts=getattr(self.runtime.unused_params, 'on_late', 'warn') != 'warn',
         )
-        self.weakly = weakref.ref(self)
         self.intake = Intake(self)
+        if ddp_config.overlap_grad_reduce:
+            tracker: Any = self.readiness
+            self.intake.count = tracker.register_at if self._counts_by_place else tracker.register
         self.param_to_name: dict[torch.nn.Parameter, str] = {}
         self.graphs_write = True
         self.dispatcher: Dispatcher | None = None
@@ -299,10 +299,11 @@ class ParamAndGradBucketGroup(_pgb._ParamAndGradBucketGroup):
     def counted_as(self, param: torch.nn.Parameter) -> Any:
         """What ``intake.count`` takes for ``param``: its place, or with another kind of tracker itself."""
         tracker: Any = self.readiness
-        place = tracker.place(param) if hasattr(tracker, 'place') else None
-        if self.ddp_config.overlap_grad_reduce:
-            self.intake.count = tracker.register if place is None else tracker.register_at
-        return param if place is None else place
+        return tracker.place(param) if self._counts_by_place else param
+
+    @property
+    def _counts_by_place(self) -> bool:
+        return getattr(self.readiness, 'counts_by_place', False)
 
     def grads_complete(self, force_all_reduce: bool | None) -> None:
         """The group's last gradient of this window is in: its reduction starts when its turn comes."""
@@ -574,7 +575,7 @@ class Drain:
 
     def start(self, group: ParamAndGradBucketGroup, force_all_reduce: bool | None) -> None:
         """``group`` is about to allocate its temporaries."""
-        before, self._last = self._last(), group.weakly
+        before, self._last = self._last(), weakref.ref(group)
         if before is not None and before.grad_reduce_handle is not None:
             before.finish_grad_sync(force_all_reduce=force_all_reduce)
 

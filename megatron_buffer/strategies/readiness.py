@@ -182,9 +182,14 @@ class CountTracker:
         """Counts a gradient; where counts are known, tells whether the group became complete."""
         return self.register_at(self._index[param])
 
-    def place(self, param: Hashable) -> int | None:
-        """What ``register_at`` takes for ``param``; None where a subclass has a ``register`` of its own."""
-        return self._index[param] if type(self).register is CountTracker.register else None
+    @property
+    def counts_by_place(self) -> bool:
+        """Whether ``register_at`` does what ``register`` does: not where a subclass has one of its own."""
+        return type(self).register is CountTracker.register
+
+    def place(self, param: Hashable) -> int:
+        """What ``register_at`` takes for ``param``."""
+        return self._index[param]
 
     def register_at(self, index: int) -> bool:
         """``register`` for a parameter that was looked up before."""
